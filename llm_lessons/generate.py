@@ -1,0 +1,119 @@
+"""The two jobs of inference: `prefill` reads the prompt, `decode` writes one token, `generate` does both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .kv_cache import KVCache
+from .model import Model, check_ids
+from .sampling import Sampler
+
+CHUNK = 512  # tokens that prefill hands to the model at once; more gains no speed, and the mask grows with the square
+
+
+@torch.no_grad()
+def prefill(model: Model, ids, cache: KVCache, chunk: int = CHUNK) -> Tensor:
+    """Job one: read all `ids` [tokens] into a cache of one row -> logits [vocab] for the token after the last.
+
+    A prompt longer than `chunk` is read in pieces; the result is the same. Raises ValueError, with nothing written,
+    when the prompt does not fit.
+    """
+    ids = check_ids(ids, model.config.vocab)
+    if ids.dim() != 1:
+        raise ValueError(f"prefill reads one sequence, not a batch of shape {list(ids.shape)}: call the model itself")
+    cache.reserve([len(ids)])
+    for piece in ids.split(chunk):
+        hidden = model.body(piece, cache)  # [tokens of this piece, hidden]
+        _remember(cache, piece.tolist())
+    return model.head(hidden[-1])  # only the last token's logits are needed
+
+
+@torch.no_grad()
+def decode(model: Model, token: int, cache: KVCache) -> Tensor:
+    """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
+    logits = model([token], cache)
+    _remember(cache, [token])
+    return logits[0]
+
+
+def _remember(cache: KVCache, ids: list[int]) -> None:
+    """Note which ids the cache holds, unless something unknown was put in before them."""
+    if len(cache.tokens) == cache.length - len(ids):
+        cache.tokens += ids
+
+
+def keep_shared_prefix(cache: KVCache, ids: Sequence[int]) -> int:
+    """Truncate the cache to what it shares with a new prompt -> the number of tokens that need no prefill.
+
+    At least the prompt's last token is always left over: its logits are wanted.
+    """
+    shared = 0
+    while shared < min(len(cache.tokens), len(ids) - 1) and cache.tokens[shared] == ids[shared]:
+        shared += 1
+    cache.truncate(shared)
+    return shared
+
+
+class Generation:
+    """An answer while it is being written: iterate over it to get its token ids one by one. Made by `generate`.
+
+    `tokens` are the ids so far; `finish_reason` is None while it runs, then "stop" (a stop id came) or "length"
+    (`max_new_tokens` were written, or the cache is full).
+    """
+
+    def __init__(self, model: Model, ids: Tensor, max_new_tokens: int, sampler, stop_ids, cache: KVCache):
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self._steps = self._write(model, ids, max_new_tokens, sampler, stop_ids, cache)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """End the answer here; what the cache holds stays right."""
+        self._steps.close()
+
+    def _write(self, model, ids, max_new_tokens, sampler, stop_ids, cache) -> Iterator[int]:
+        prompt = ids.tolist()
+        known = keep_shared_prefix(cache, prompt)
+        logits = prefill(model, ids[known:], cache)
+        while (token := sampler(logits, prompt + self.tokens)) not in stop_ids:
+            self.tokens.append(token)
+            yield token
+            if len(self.tokens) == max_new_tokens or cache.length == cache.capacity:
+                self.finish_reason = "length"
+                return
+            logits = decode(model, token, cache)
+        self.finish_reason = "stop"
+
+
+def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids: Collection[int] = (),
+             cache: KVCache | None = None) -> Generation:
+    """Continue a prompt: an iterator over new token ids, which ends before a stop id (it is not among them).
+
+    `ids`: the whole prompt, [tokens]. `sampler(logits, history) -> id` is greedy unless given; a `Sampler` starts
+    anew from its seed for each call. `cache`: one row; without one, a cache just large enough is made. A cache from an
+    earlier call may be passed again: the tokens both prompts begin with are kept, the rest is forgotten.
+    Raises ValueError at once when the prompt does not fit the cache or the context window. A prompt that fits is
+    continued until the cache is full; the last token needs no place in it.
+    """
+    ids, context = check_ids(ids, model.config.vocab), model.config.context
+    if ids.dim() != 1:
+        raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    capacity = min(len(ids) + max_new_tokens, context) if cache is None else cache.capacity
+    if len(ids) > min(capacity, context):
+        limit = f"the context window of {context}" if cache is None else f"this cache's capacity of {capacity}"
+        raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit}: shorten it, or use a larger one")
+    cache = model.new_cache(capacity) if cache is None else cache
+    sampler = sampler or Sampler()
+    if isinstance(sampler, Sampler):
+        sampler = sampler.restarted()
+    return Generation(model, ids, max_new_tokens, sampler, set(stop_ids), cache)

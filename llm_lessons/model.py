@@ -1,0 +1,252 @@
+"""The transformer: a Llama model, readable in one sitting.
+
+A prompt flows through this file from bottom to top: `Model` looks up one vector per token, sends the vectors through
+its blocks, and turns the last ones into logits. Each `Block` lets the tokens exchange information (`Attention`), then
+works on each token alone (`FeedForward`).
+
+Letters in the shape comments: B rows of a batch, T tokens in this call, S tokens that attention can see (cached and
+new), H query heads, G key/value heads, D numbers per head, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Llama model; every length is a count of numbers, not of bytes."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int  # the longest sequence the model was trained for, in tokens
+    tied: bool = True  # the output head is the embedding table
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ, without a bias. `weight` has the shape [out, in], as in `torch.nn.Linear`.
+
+    In memory it lies column by column ([in, out] row by row): with one input row, the case of decode, a CPU reads it
+    about twice as fast that way, and with many rows it makes no difference.
+    """
+
+    def __init__(self, inputs: int, outputs: int, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs, **where).t(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """One row of `weight` [vocab, hidden] for each id. Stored like `Linear`, so that an output head can share it."""
+
+    def __init__(self, vocab: int, hidden: int, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden, vocab, **where).t(), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+
+class RMSNorm(nn.Module):
+    """Divide each vector by its root mean square, then scale. Computed in float32: squares overflow float16 at 256."""
+
+    def __init__(self, size: int, eps: float, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, **where), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles: positions [...] -> two tables [..., head_dim], float32.
+
+    Pair i of a head turns by position / base^(2i / head_dim) radians (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+    """
+    pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() / base ** (pair / head_dim)  # [..., D/2]
+    angles = torch.cat((angles, angles), dim=-1)  # [..., D]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split" order, as Llama has it)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads, of which H/G neighbours share one key/value head."""
+
+    def __init__(self, config: ModelConfig, layer: int, **where):
+        super().__init__()
+        self.layer, self.config = layer, config
+        self.q_size, self.kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.qkv = Linear(config.hidden, self.q_size + 2 * self.kv_size, **where)  # three matrices, read as one
+        self.output = Linear(self.q_size, config.hidden, **where)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] -> rotated queries [B, H, T, D], rotated keys and plain values [B, G, T, D]."""
+        q, k, v = self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in (q, k, v))
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        q, k, v = self.project(x, rope)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)  # [B, G, S, D]
+        B, H, T, D = q.shape
+        if T == 1:  # the query heads of a group become the rows of one small matrix: each key is read once
+            q = q.reshape(B, self.config.kv_heads, -1, D)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=cache is None and T > 1, enable_gqa=T > 1
+        )
+        return self.output(mixed.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: two projections up, one gates the other, one projection down."""
+
+    def __init__(self, config: ModelConfig, **where):
+        super().__init__()
+        self.gate_up = Linear(config.hidden, 2 * config.ffn, **where)  # two matrices, read as one
+        self.down = Linear(config.ffn, config.hidden, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer. Each half adds what it found to the residual stream and replaces nothing."""
+
+    def __init__(self, config: ModelConfig, layer: int, **where):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps, **where)
+        self.attention = Attention(config, layer, **where)
+        self.ffn_norm = RMSNorm(config.hidden, config.norm_eps, **where)
+        self.ffn = FeedForward(config, **where)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, cache, mask)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Model(nn.Module):
+    """Token ids in, logits out. The weights are uninitialised: `load_pretrained` or `Model.random` fills them."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        super().__init__()
+        where = {"dtype": dtype, "device": device}
+        self.config = config
+        self.embedding = Embedding(config.vocab, config.hidden, **where)
+        self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps, **where)
+        self.head = Linear(config.hidden, config.vocab, **where)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    @classmethod
+    def random(cls, config: ModelConfig, seed: int = 0, dtype=torch.float32, device="cpu") -> Model:
+        """A model of this shape that has learnt nothing, the same for the same seed: for tests and for timing."""
+        model, generator = cls(config, dtype, device), torch.Generator().manual_seed(seed)
+        for name, weight in model.named_parameters():
+            values = torch.empty(weight.shape).normal_(std=0.02, generator=generator)
+            weight.copy_(values + 1 if "norm" in name else values)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens each."""
+        c = self.config
+        if capacity > c.context:
+            raise ValueError(f"a cache of {capacity} tokens is longer than this model's context window of {c.context}")
+        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, dtype=self.norm.weight.dtype, device=self.device)
+
+    def forward(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
+        """Logits for the token after each given one.
+
+        `ids`: [T], or [B, T] padded on the right, with the true length of each row in `lengths`; a list or a tensor.
+        With a cache, the ids continue what it holds, and are added to it. Returns [T, V], or [B, T, V] (whatever
+        stands behind a row's length there is meaningless). Raises ValueError before anything is written.
+        """
+        return self.head(self.body(ids, cache, lengths))
+
+    def body(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
+        """`forward` without the output head: the final vector of each token, [T, C] or [B, T, C]."""
+        ids = check_ids(ids, self.config.vocab)
+        rows = (ids[None] if ids.dim() == 1 else ids).to(self.device)  # [B, T]
+        B, T = rows.shape
+        lengths = check_lengths(lengths, B, T)
+        past = [0] * B if cache is None else cache.lengths
+        longest = max(old + new for old, new in zip(past, lengths))
+        if longest > self.config.context:
+            raise ValueError(f"{longest} tokens are more than this model's context window of {self.config.context}")
+        if cache is not None:
+            cache.reserve(lengths)
+
+        positions = torch.tensor(past, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
+        cos, sin = rope_table(positions[:, None], self.config.head_dim, self.config.rope_base)  # [B, 1, T, D]
+        mask = None if cache is None else cache.mask(T)
+        x = self.embedding(rows)  # [B, T, C]
+        rope = cos.to(x.dtype), sin.to(x.dtype)
+        for block in self.blocks:
+            x = block(x, rope, cache, mask)
+        if cache is not None:
+            cache.advance(lengths)
+        x = self.norm(x)
+        return x[0] if ids.dim() == 1 else x
+
+
+def check_ids(ids, vocab: int) -> Tensor:
+    """Token ids as an integer tensor [T] or [B, T], or a ValueError that names what is wrong."""
+    ids = torch.as_tensor(ids)
+    if ids.numel() == 0 or ids.dim() not in (1, 2):
+        raise ValueError(f"ids must be [tokens] or [batch, tokens] with at least one token, not of shape {list(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"ids must be whole numbers, not {ids.dtype}: pass what tokenizer.encode returned")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"id {low if low < 0 else high} is outside this model's vocabulary of {vocab} (0 to {vocab - 1})")
+    return ids.long()
+
+
+def check_lengths(lengths, batch: int, tokens: int) -> list[int]:
+    """The true length of each row, as a list; 0 means that a row sits this call out."""
+    if lengths is None:
+        return [tokens] * batch
+    lengths = [int(length) for length in lengths]
+    if len(lengths) != batch or min(lengths) < 0 or max(lengths) > tokens:
+        raise ValueError(f"lengths must be {batch} numbers from 0 to {tokens}, one for each row, not {lengths}")
+    return lengths

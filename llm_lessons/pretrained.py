@@ -1,0 +1,89 @@
+"""`load_pretrained`: one door to a model's weights and its tokenizer, wherever they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .download import SMOLLM2
+from .gguf_file import GGUFFile
+from .hf_folder import HuggingFaceFolder
+from .model import Model
+from .timing import best_device, set_threads
+from .tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_pretrained(name: str | Path = "smollm2-135m", weights: str = "float32",
+                    device: torch.device | str | None = None) -> tuple[Model, Tokenizer]:
+    """A model and its tokenizer, ready to run.
+
+    `name`: "smollm2-135m", the course's model (fetched once, 93 MB, then read from the cache); a folder in Hugging
+    Face layout; or a GGUF file. `weights`: "float32", or "bfloat16" in half the memory. `device`: the fastest one here
+    unless given. Also sets torch's number of threads to the CPUs that this process may use.
+
+    Raises ValueError for a model that cannot be run faithfully, naming what stands in the way, FileNotFoundError for a
+    path that is not there, and DownloadError when fetching fails. Nothing is ever loaded halfway.
+    """
+    if weights not in DTYPES:
+        raise ValueError(f"weights must be one of {', '.join(DTYPES)}, not {weights!r}")
+    set_threads()
+    checkpoint = open_checkpoint(name)
+    return build(checkpoint, DTYPES[weights], best_device() if device is None else torch.device(device)), checkpoint.tokenizer
+
+
+def open_checkpoint(name: str | Path) -> GGUFFile | HuggingFaceFolder:
+    """The reader for a name, as `load_pretrained` understands it."""
+    if name == SMOLLM2.name:
+        return GGUFFile(SMOLLM2.fetch() / next(iter(SMOLLM2.files)))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return HuggingFaceFolder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return GGUFFile(path)
+    raise FileNotFoundError(f"there is no model {str(name)!r}: pass {SMOLLM2.name!r}, a folder with config.json, or a "
+                            f".gguf file")
+
+
+def build(checkpoint: GGUFFile | HuggingFaceFolder, dtype: torch.dtype, device: torch.device) -> Model:
+    """The model of a checkpoint. One matrix after the other is copied to its place, so that no second copy ever exists."""
+    names, available = checkpoint.names, checkpoint.tensor_names
+    model = Model(checkpoint.config, dtype, device)
+    wanted = {names[name].format(layer): (name, layer, target) for name, layer, target in _targets(model)}
+    if missing := sorted(wanted.keys() - available):
+        raise ValueError(f"the weights lack {_some(missing)}")
+    if unexpected := sorted(available - wanted.keys() - checkpoint.ignorable):
+        raise ValueError(f"the weights hold {_some(unexpected)}, which a plain Llama model does not have")
+    with torch.no_grad():
+        for stored, (name, layer, target) in wanted.items():
+            values = checkpoint.tensor(name, layer)
+            if values.shape != target.shape:
+                raise ValueError(f"{stored} has the shape {list(values.shape)}, but the configuration asks for "
+                                 f"{list(target.shape)}")
+            target.copy_(values)
+    return model
+
+
+def _targets(model: Model) -> Iterator[tuple[str, int | None, Tensor]]:
+    """Every matrix that a file holds: its name, its layer, and the part of the model's memory it belongs in."""
+    yield "embedding", None, model.embedding.weight
+    for layer, block in enumerate(model.blocks):
+        attention = block.attention
+        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+        yield "attention_norm", layer, block.attention_norm.weight
+        yield from zip("qkv", [layer] * 3, attention.qkv.weight.split(sizes))
+        yield "output", layer, attention.output.weight
+        yield "ffn_norm", layer, block.ffn_norm.weight
+        yield from zip(("gate", "up"), [layer] * 2, block.ffn.gate_up.weight.chunk(2))
+        yield "down", layer, block.ffn.down.weight
+    yield "norm", None, model.norm.weight
+    if not model.config.tied:
+        yield "head", None, model.head.weight
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,134 @@
+"""From logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+
+The order is fixed, the same for one sequence and for many, and the one Hugging Face transformers uses: repetition
+penalty, temperature, top-k, top-p, min-p; each filter works on what the one before it left, renormalised. (llama.cpp
+by default applies the temperature last, which keeps more tokens below temperature 1.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sampler:
+    """Draws the next token: `sampler(logits, history) -> id`.
+
+    temperature 0 takes the most probable token, the lowest id of several, and uses no randomness; that is the default.
+    top_k None or 0, top_p None or 1, min_p None or 0 and repetition_penalty 1 switch a step off. A filter always
+    leaves at least the most probable token. The same seed draws the same tokens, on every device and in every batch;
+    without a seed no two samplers agree. torch's global random state is never touched.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        self._require("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a number from 0 up")
+        self._require("top_k", self.top_k is None or (self.top_k == int(self.top_k) and self.top_k >= 0),
+                      "a whole number from 1 up, or None (or 0) for no limit")
+        self._require("top_p", self.top_p is None or 0 <= self.top_p <= 1, "between 0 and 1, or None")
+        self._require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1, or None")
+        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 changes nothing)")
+        self._generator = torch.Generator()
+        if self.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(self.seed)
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+
+    def restarted(self) -> Sampler:
+        """The same settings with the generator back at its seed (without a seed: at a new random state)."""
+        return replace(self)
+
+    def __call__(self, logits: Tensor, history: Sequence[int] = ()) -> int:
+        """logits [vocab] -> a token id. `history` (prompt and answer so far) serves the repetition penalty alone."""
+        name, probabilities = self.stages(logits, history)[-1]
+        if name == "greedy":
+            return int(probabilities.argmax())
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def stages(self, logits: Tensor, history: Sequence[int] = ()) -> list[tuple[str, Tensor]]:
+        """The probabilities [vocab] after each step that is switched on, with its name; the last is drawn from."""
+        scores = check_logits(logits)
+        stages = [("model", scores.softmax(-1))]
+        if self.repetition_penalty != 1:
+            scores = penalize(scores, history, self.repetition_penalty)
+            stages.append(("repetition penalty", scores.softmax(-1)))
+        if self.temperature == 0:
+            best = int((scores == scores.max()).nonzero()[0])
+            return stages + [("greedy", torch.zeros_like(scores).index_fill(0, torch.tensor([best]), 1.0))]
+        # The maximum goes first: a tiny temperature then gives 0 and -inf, never inf - inf.
+        probabilities = ((scores - scores.max()) / self.temperature).softmax(-1)
+        stages.append(("temperature", probabilities))
+        for name, keep in (("top-k", keep_top_k), ("top-p", keep_top_p), ("min-p", keep_min_p)):
+            limit = getattr(self, name.replace("-", "_"))
+            if limit is not None:
+                probabilities = torch.where(keep(probabilities, limit), probabilities, 0.0)
+                probabilities = probabilities / probabilities.sum()
+                stages.append((name, probabilities))
+        return stages
+
+
+def check_logits(logits: Tensor) -> Tensor:
+    """The logits as float64 on the CPU, or a ValueError: nothing can be drawn from NaN, or when no token is possible."""
+    if logits.dim() != 1 or logits.numel() == 0:
+        raise ValueError(f"a sampler takes the logits [vocab] of one token, not a tensor of shape {list(logits.shape)}")
+    scores = logits.detach().to("cpu", torch.float64)
+    if scores.isnan().any() or (scores == math.inf).any():
+        raise ValueError("the logits contain NaN or infinity: the model's arithmetic went wrong before sampling")
+    if (scores == -math.inf).all():
+        raise ValueError("every logit is -inf: a filter ruled out the whole vocabulary")
+    return scores
+
+
+def penalize(scores: Tensor, history: Sequence[int], penalty: float) -> Tensor:
+    """Make each token of the history less likely: positive scores are divided by the penalty, negative multiplied.
+
+    Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
+    """
+    seen = torch.tensor(sorted(set(history)), dtype=torch.long)
+    old = scores[seen]
+    return scores.index_put((seen,), torch.where(old > 0, old / penalty, old * penalty))
+
+
+def keep_top_k(probabilities: Tensor, k: int) -> Tensor:
+    """True for the k most probable tokens [vocab], the lower ids of equals; for all when k is 0 or not below vocab."""
+    if k == 0 or k >= probabilities.numel():
+        return torch.ones_like(probabilities, dtype=torch.bool)
+    smallest = probabilities.topk(int(k)).values[-1]
+    above, equal = probabilities > smallest, probabilities == smallest
+    return above | (equal & (equal.cumsum(-1) <= k - above.sum()))
+
+
+def keep_top_p(probabilities: Tensor, p: float) -> Tensor:
+    """True for the smallest set of most probable tokens that holds p of the probability [vocab]; at least one token.
+
+    Holtzman et al. 2019, https://arxiv.org/abs/1904.09751.
+    """
+    if p == 1:
+        return torch.ones_like(probabilities, dtype=torch.bool)
+    # Only tokens that an earlier filter left need sorting: 50 after a top-k of 50, not the whole vocabulary.
+    left = probabilities.nonzero()[:, 0]
+    order = left[probabilities[left].sort(descending=True, stable=True).indices]
+    before = probabilities[order].cumsum(-1) - probabilities[order]  # what the more probable tokens hold already
+    kept = before < p
+    kept[0] = True
+    return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[kept], True)
+
+
+def keep_min_p(probabilities: Tensor, p: float) -> Tensor:
+    """True for tokens at least p times as probable as the most probable one [vocab] (https://arxiv.org/abs/2407.01082)."""
+    return probabilities >= p * probabilities.max()

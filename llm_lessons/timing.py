@@ -1,0 +1,110 @@
+"""Time that can be trusted: a stopwatch that waits for the device, and as many threads as this process may use."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import torch
+
+
+def best_device() -> torch.device:
+    """The fastest device that is here: a CUDA GPU, an Apple GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until the device has done all it was told to do. GPUs run behind the program; the CPU never does."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+class Timing(NamedTuple):
+    """Seconds for one call: the median of `runs`, and the spread, half the distance between the quartiles."""
+
+    median: float
+    spread: float
+    runs: int
+
+    def __str__(self) -> str:
+        scale, unit = next((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if self.median * s >= 1 or u == "µs")
+        return f"{self.median * scale:.3g} {unit} (± {self.spread * scale:.2g}, median of {self.runs})"
+
+
+def stopwatch(fn: Callable[[], object], device: torch.device | str = "cpu", runs: int = 7, warmup: int = 1) -> Timing:
+    """Time `fn()` several times. The clock starts and stops only when the device is idle; warm-up runs do not count."""
+    if runs < 1 or warmup < 0:
+        raise ValueError(f"runs must be at least 1 and warmup at least 0, not {runs} and {warmup}")
+    for _ in range(warmup):
+        fn()
+    seconds = []
+    for _ in range(runs):
+        synchronize(device)
+        start = time.perf_counter()
+        fn()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    quarter = statistics.quantiles(seconds, n=4) if runs > 1 else [seconds[0]] * 3
+    return Timing(statistics.median(seconds), (quarter[2] - quarter[0]) / 2, runs)
+
+
+def timed(tokens: Iterable[int], device: torch.device | str = "cpu") -> Iterator[tuple[int, float]]:
+    """Pass tokens on as they come, each with the seconds it took: `for token, seconds in timed(generate(...))`.
+
+    The first one's time is the time to first token, prefill included. The time that you spend between two is not counted.
+    """
+    tokens = iter(tokens)
+    while True:
+        synchronize(device)
+        start = time.perf_counter()
+        try:
+            token = next(tokens)
+        except StopIteration:
+            return
+        synchronize(device)
+        yield token, time.perf_counter() - start
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity, capped by the container's quota. Not the cores of the host.
+
+    torch starts one thread for each core of the host; in a container with a quota of 1 CPU on a 64-core host that is
+    many times slower than one thread.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, int(min(_cgroup_quotas(), default=cpus))))
+
+
+def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """The CPU limits (in CPUs) of this process's control group and of every group around it (Linux, v2 and v1)."""
+    quotas = []
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "cpu" if controllers else root  # a line without controllers is version 2
+        for group in [PurePosixPath(path), *PurePosixPath(path).parents]:
+            folder = base / str(group).lstrip("/")
+            for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+                try:
+                    quota, period = " ".join((folder / name).read_text() for name in files).split()
+                    quotas.append(int(quota) / int(period))
+                except (OSError, ValueError, ZeroDivisionError):  # not there, or "max": no limit
+                    pass
+    return [quota for quota in quotas if quota > 0]
+
+
+def set_threads() -> int:
+    """Give torch one thread for each available CPU, unless OMP_NUM_THREADS already says how many. Returns the number."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(available_cpus())
+    return torch.get_num_threads()
