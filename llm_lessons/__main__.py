@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from .download import SMOLLM2, DownloadError
@@ -19,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--fetch", action="store_true", help="fetch the course's model into the cache, and stop there")
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", and the answer goes on
     if not options.fetch and not options.prompt:
         parser.error('ask something: python -m llm_lessons "How does inference work?"')
     try:
@@ -59,10 +62,12 @@ def answer(prompt: str, name: str, max_new_tokens: int) -> None:
 def summary(prompt_tokens: int, seconds: list[float], reason: str) -> str:
     """Time to first token, time per output token, and tokens/s of both jobs. The first token belongs to prefill."""
     first, rest = seconds[0], seconds[1:]
-    text = f"\nprefill  {prompt_tokens} tokens, time to first token (TTFT) {first * 1e3:.0f} ms: {prompt_tokens / first:.0f} tokens/s"
+    text = (f"\nprefill  {prompt_tokens} tokens, time to first token (TTFT) {first * 1e3:.0f} ms: "
+            f"{prompt_tokens / first:.0f} tokens/s")
     if rest:
         each = sum(rest) / len(rest)
-        text += f"\ndecode   {len(rest)} tokens, time per output token (TPOT) {each * 1e3:.1f} ms: {1 / each:.1f} tokens/s"
+        text += (f"\ndecode   {len(rest)} tokens, time per output token (TPOT) {each * 1e3:.1f} ms: "
+                 f"{1 / each:.1f} tokens/s")
     return text + f"\nfinish reason: {reason}"
 
 

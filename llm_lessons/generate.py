@@ -25,6 +25,8 @@ def prefill(model: Model, ids, cache: KVCache, chunk: int = CHUNK) -> Tensor:
     if ids.dim() != 1:
         raise ValueError(f"prefill reads one sequence, not a batch of shape {list(ids.shape)}: call the model itself")
     cache.reserve([len(ids)])
+    if cache.length + len(ids) > model.config.context:
+        raise ValueError(f"{cache.length} + {len(ids)} tokens do not fit the context window of {model.config.context}")
     for piece in ids.split(chunk):
         hidden = model.body(piece, cache)  # [tokens of this piece, hidden]
         _remember(cache, piece.tolist())
@@ -61,7 +63,7 @@ class Generation:
     """An answer while it is being written: iterate over it to get its token ids one by one. Made by `generate`.
 
     `tokens` are the ids so far; `finish_reason` is None while it runs, then "stop" (a stop id came) or "length"
-    (`max_new_tokens` were written, or the cache is full).
+    (`max_new_tokens` were written, or there is no room for more).
     """
 
     def __init__(self, model: Model, ids: Tensor, max_new_tokens: int, sampler, stop_ids, cache: KVCache):
@@ -86,9 +88,11 @@ class Generation:
         while (token := sampler(logits, prompt + self.tokens)) not in stop_ids:
             self.tokens.append(token)
             yield token
-            if len(self.tokens) == max_new_tokens or cache.length == cache.capacity:
+            if len(self.tokens) == max_new_tokens:
                 self.finish_reason = "length"
                 return
+            if cache.tokens != prompt + self.tokens[:-1]:
+                raise RuntimeError("the cache was used for something else meanwhile: give each generation its own")
             logits = decode(model, token, cache)
         self.finish_reason = "stop"
 
@@ -101,18 +105,22 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     anew from its seed for each call. `cache`: one row; without one, a cache just large enough is made. A cache from an
     earlier call may be passed again: the tokens both prompts begin with are kept, the rest is forgotten.
     Raises ValueError at once when the prompt does not fit the cache or the context window. A prompt that fits is
-    continued until the cache is full; the last token needs no place in it.
+    continued until the cache or the context window is full.
     """
     ids, context = check_ids(ids, model.config.vocab), model.config.context
     if ids.dim() != 1:
         raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    capacity = min(len(ids) + max_new_tokens, context) if cache is None else cache.capacity
-    if len(ids) > min(capacity, context):
-        limit = f"the context window of {context}" if cache is None else f"this cache's capacity of {capacity}"
-        raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit}: shorten it, or use a larger one")
-    cache = model.new_cache(capacity) if cache is None else cache
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
+    if cache is not None and len(cache.lengths) != 1:
+        raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of {len(cache.lengths)}")
+    room = context if cache is None else min(cache.capacity, context)
+    if len(ids) > room:
+        limit = "the context window" if room == context else "this cache's capacity"
+        raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit} of {room}: shorten it, or use a larger "
+                         f"one")
+    max_new_tokens = min(max_new_tokens, room - len(ids) + 1)  # the last token needs no place in the cache
+    cache = model.new_cache(len(ids) + max_new_tokens - 1) if cache is None else cache
     sampler = sampler or Sampler()
     if isinstance(sampler, Sampler):
         sampler = sampler.restarted()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """One block of memory for keys and one for values, allocated once: [layers, batch, kv_heads, capacity, head_dim]."""
+    """A block of memory for keys and one for values, allocated once: [layers, batch, kv_heads, capacity, head_dim]."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
@@ -47,6 +47,8 @@ class KVCache:
         """Announce new[row] tokens for each row. Raises ValueError, with nothing written, when a row has no room."""
         if len(new) != len(self.lengths):
             raise ValueError(f"this cache holds {len(self.lengths)} sequences, and {len(new)} were given")
+        if min(new) < 0:
+            raise ValueError(f"a row gets 0 tokens or more, not {min(new)}: truncate(n) takes tokens away")
         for row, (length, more) in enumerate(zip(self.lengths, new)):
             if length + more > self.capacity:
                 raise ValueError(f"row {row} of the cache holds {length} tokens, and {more} more do not fit in its "
@@ -54,7 +56,7 @@ class KVCache:
         self._new = list(new)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [batch, kv_heads, n, head_dim] of a layer -> all keys and values [batch, kv_heads, total, head_dim].
+        """Store k and v [batch, kv_heads, n, head_dim] of a layer -> all its keys and values, [.., total, head_dim].
 
         Only the announced tokens of a row are stored (all n when nothing was announced); padding is not.
         """
@@ -72,7 +74,7 @@ class KVCache:
         return self.keys[layer, :, :, :total], self.values[layer, :, :, :total]
 
     def mask(self, n: int) -> Tensor | None:
-        """Which of the `total` keys each of n new queries may see: [batch, 1, n, total], or None when it is all of them.
+        """Which of the `total` keys each of n new queries may see: [batch, 1, n, total], or None for all of them.
 
         Query i of a row stands at position length + i, and sees the keys at positions up to its own.
         """

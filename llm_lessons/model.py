@@ -192,7 +192,7 @@ class Model(nn.Module):
         c = self.config
         if capacity > c.context:
             raise ValueError(f"a cache of {capacity} tokens is longer than this model's context window of {c.context}")
-        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, dtype=self.norm.weight.dtype, device=self.device)
+        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, self.norm.weight.dtype, self.device)
 
     def forward(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
         """Logits for the token after each given one.
@@ -233,20 +233,21 @@ def check_ids(ids, vocab: int) -> Tensor:
     """Token ids as an integer tensor [T] or [B, T], or a ValueError that names what is wrong."""
     ids = torch.as_tensor(ids)
     if ids.numel() == 0 or ids.dim() not in (1, 2):
-        raise ValueError(f"ids must be [tokens] or [batch, tokens] with at least one token, not of shape {list(ids.shape)}")
+        raise ValueError(f"ids must have the shape [tokens] or [batch, tokens], without a 0, not {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be whole numbers, not {ids.dtype}: pass what tokenizer.encode returned")
+    ids = ids.long()
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:
-        raise ValueError(f"id {low if low < 0 else high} is outside this model's vocabulary of {vocab} (0 to {vocab - 1})")
-    return ids.long()
+        raise ValueError(f"id {low if low < 0 else high} is outside this model's vocabulary, 0 to {vocab - 1}")
+    return ids
 
 
 def check_lengths(lengths, batch: int, tokens: int) -> list[int]:
     """The true length of each row, as a list; 0 means that a row sits this call out."""
     if lengths is None:
         return [tokens] * batch
-    lengths = [int(length) for length in lengths]
-    if len(lengths) != batch or min(lengths) < 0 or max(lengths) > tokens:
-        raise ValueError(f"lengths must be {batch} numbers from 0 to {tokens}, one for each row, not {lengths}")
-    return lengths
+    lengths = list(lengths)
+    if len(lengths) != batch or not all(0 <= length <= tokens and length == int(length) for length in lengths):
+        raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tokens}, one for each row, not {lengths}")
+    return [int(length) for length in lengths]

@@ -34,16 +34,18 @@ class Sampler:
 
     def __post_init__(self):
         self._require("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a number from 0 up")
-        self._require("top_k", self.top_k is None or (self.top_k == int(self.top_k) and self.top_k >= 0),
+        self._require("top_k", self.top_k is None or (self.top_k >= 0 and self.top_k % 1 == 0),
                       "a whole number from 1 up, or None (or 0) for no limit")
         self._require("top_p", self.top_p is None or 0 <= self.top_p <= 1, "between 0 and 1, or None")
         self._require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1, or None")
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 changes nothing)")
+        self._require("seed", self.seed is None or (-2**63 <= self.seed < 2**64 and self.seed % 1 == 0),
+                      "a whole number of at most 64 bits, or None")
         self._generator = torch.Generator()
         if self.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(self.seed)
+            self._generator.manual_seed(int(self.seed))
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -83,7 +85,7 @@ class Sampler:
 
 
 def check_logits(logits: Tensor) -> Tensor:
-    """The logits as float64 on the CPU, or a ValueError: nothing can be drawn from NaN, or when no token is possible."""
+    """The logits as float64 on the CPU, or a ValueError: nothing can be drawn from NaN, or where no token can be."""
     if logits.dim() != 1 or logits.numel() == 0:
         raise ValueError(f"a sampler takes the logits [vocab] of one token, not a tensor of shape {list(logits.shape)}")
     scores = logits.detach().to("cpu", torch.float64)
@@ -123,7 +125,7 @@ def keep_top_p(probabilities: Tensor, p: float) -> Tensor:
     # Only tokens that an earlier filter left need sorting: 50 after a top-k of 50, not the whole vocabulary.
     left = probabilities.nonzero()[:, 0]
     order = left[probabilities[left].sort(descending=True, stable=True).indices]
-    before = probabilities[order].cumsum(-1) - probabilities[order]  # what the more probable tokens hold already
+    before = probabilities[order].cumsum(-1).roll(1)  # what the more probable tokens hold; the first has none of them
     kept = before < p
     kept[0] = True
     return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[kept], True)

@@ -60,7 +60,7 @@ def stopwatch(fn: Callable[[], object], device: torch.device | str = "cpu", runs
 def timed(tokens: Iterable[int], device: torch.device | str = "cpu") -> Iterator[tuple[int, float]]:
     """Pass tokens on as they come, each with the seconds it took: `for token, seconds in timed(generate(...))`.
 
-    The first one's time is the time to first token, prefill included. The time that you spend between two is not counted.
+    The first one's time is the time to first token, prefill included. Time that you spend between two is not counted.
     """
     tokens = iter(tokens)
     while True:
@@ -104,7 +104,7 @@ def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
 
 
 def set_threads() -> int:
-    """Give torch one thread for each available CPU, unless OMP_NUM_THREADS already says how many. Returns the number."""
+    """Give torch one thread for each available CPU, unless OMP_NUM_THREADS says how many. Returns the number."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(available_cpus())
     return torch.get_num_threads()

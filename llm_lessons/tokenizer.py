@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # SmolLM2: the same, except that every digit stands alone, and a run of spaces before a digit stays whole.
 DIGITS_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+LONGEST_BLANK = 900_000  # near a million spaces in a row tiktoken runs out of stack, with an error nobody can catch
 
 
 def byte_characters() -> dict[str, int]:
@@ -39,22 +40,25 @@ class Tokenizer:
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str = GPT2_PATTERN,
                  chat_template: str | None = None, stop_ids: Collection[int] = (), bos_id: int | None = None):
-        self.encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        self.encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks,
+                                          special_tokens=special_tokens)
         self.special_tokens, self.stop_ids, self.bos_id = dict(special_tokens), frozenset(stop_ids), bos_id
         self.vocab = self.encoding.n_vocab
         self._chat_template = chat_template
         self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
-        self._special = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
+        special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)"
+        self._special, self._special_start = re.compile(special), re.compile(f"(?={special}).", re.DOTALL)
+        # Halves of surrogate pairs, which occur in no text: they take the place of a special token's first character.
+        self._stand_in = {c: chr(0xD800 + n) for n, c in enumerate(sorted({text[0] for text in special_tokens}))}
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Text -> ids. The text of a special token is ordinary text, unless `allow_special` says otherwise.
 
         Raises ValueError, naming it, for a character that the vocabulary has no bytes for.
         """
+        self._check(text)
         ids = [] if self.bos_id is None else [self.bos_id]
-        if not allow_special:
-            return ids + self._encode_ordinary(text)
-        return ids + self._encode_marked(text)
+        return ids + (self._encode_marked(text) if allow_special else self.encoding.encode_ordinary(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text, special tokens included; bytes that are not UTF-8 become U+FFFD."""
@@ -78,11 +82,8 @@ class Tokenizer:
         messages = [self._checked(message) for message in messages]
         if not messages:
             raise ValueError("a chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
-        # A sign that no message contains breaks up every special token's text, until the template is rendered and cut.
-        used = "".join(message["content"] for message in messages) + self._chat_template
-        mark = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
-        for message in messages:
-            message["content"] = self._special.sub(lambda m: m[0][0] + mark + m[0][1:], message["content"])
+        for message in messages:  # until the template is rendered and cut, no content holds a special token's text
+            message["content"] = self._special_start.sub(lambda m: self._stand_in[m[0]], message["content"])
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse_chat
         names = {token: text for text, token in self.special_tokens.items()}
@@ -92,26 +93,27 @@ class Tokenizer:
                 eos_token=next((names[token] for token in sorted(self.stop_ids) if token in names), ""))
         except TemplateError as error:
             raise ValueError(f"this model's chat template cannot be rendered: {error}") from error
-        return self._encode_marked(rendered, mark)
+        return self._encode_marked(rendered)
 
-    @staticmethod
-    def _checked(message: dict[str, str]) -> dict[str, str]:
+    def _checked(self, message: dict[str, str]) -> dict[str, str]:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message is {{'role': …, 'content': text}}, not {message!r}")
         if message.get("role") not in ("system", "user", "assistant"):
             raise ValueError(f"the role of a message is system, user or assistant, not {message.get('role')!r}")
+        self._check(message["content"])
         return {"role": message["role"], "content": message["content"]}
 
-    def _encode_marked(self, text: str, mark: str = "") -> list[int]:
-        """Ids with special tokens recognised. Text broken up by `mark` is not; the mark itself is dropped."""
-        ids, start = [], 0
+    def _encode_marked(self, text: str) -> list[int]:
+        """Ids with special tokens recognised, then every stand-in put back to the character it stands for."""
+        ids, start, original = [], 0, {ord(stand_in): c for c, stand_in in self._stand_in.items()}
         for match in self._special.finditer(text):
-            ids += self._encode_ordinary(text[start : match.start()].replace(mark, ""))
+            ids += self.encoding.encode_ordinary(text[start : match.start()].translate(original))
             ids.append(self.special_tokens[match[0]])
             start = match.end()
-        return ids + self._encode_ordinary(text[start:].replace(mark, ""))
+        return ids + self.encoding.encode_ordinary(text[start:].translate(original))
 
-    def _encode_ordinary(self, text: str) -> list[int]:
+    def _check(self, text: str) -> None:
+        """Refuse, with a ValueError, what tiktoken would drop, replace or break down on."""
         try:
             missing = self._missing and set(text.encode()).intersection(self._missing)
         except UnicodeEncodeError as error:
@@ -120,8 +122,10 @@ class Tokenizer:
         if missing:
             position, character = next((i, c) for i, c in enumerate(text) if missing.intersection(c.encode()))
             raise ValueError(f"character {character!r} (U+{ord(character):04X}) at position {position} cannot be "
-                             f"expressed: this vocabulary lacks one of its bytes, {character.encode().hex(' ')}. Remove it")
-        return self.encoding.encode_ordinary(text)
+                             f"expressed: this vocabulary lacks one of its bytes, {character.encode().hex(' ')}. "
+                             f"Remove it")
+        if len(text) > LONGEST_BLANK and max(map(len, re.findall(r"\s+", text)), default=0) > LONGEST_BLANK:
+            raise ValueError(f"more than {LONGEST_BLANK:,} spaces or line ends in a row cannot be encoded: remove some")
 
 
 def _refuse_chat(message: str) -> None:

@@ -37,7 +37,7 @@ def trace(model: Model, ids) -> Trace:
     """Run a prompt [T] and keep every layer's output: layers · T · hidden numbers, 18 MB for 250 tokens here."""
     ids = check_ids(ids, model.config.vocab)
     if ids.dim() != 1 or len(ids) > model.config.context:
-        raise ValueError(f"trace takes one prompt of at most {model.config.context} tokens, not shape {list(ids.shape)}")
+        raise ValueError(f"trace takes one prompt of at most {model.config.context} tokens, not {list(ids.shape)}")
     x = model.embedding(ids.to(model.device)[None])  # [1, T, C]
     cos, sin = rope_table(torch.arange(len(ids), device=model.device), model.config.head_dim, model.config.rope_base)
     rope = cos.to(x.dtype), sin.to(x.dtype)

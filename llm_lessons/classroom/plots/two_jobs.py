@@ -1,0 +1,62 @@
+"""Lesson 00: how long each token takes, and an answer step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..style import COLORS, Picture, drawable, label_axes, picture, visible
+
+
+def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
+    """Time of each token, one panel for each run: title -> seconds; the first token is prefill's."""
+    alt = ". ".join(f"{title}: the first token took {s[0] * 1e3:.0f} ms, the others {median(s[1:]) * 1e3:.0f} ms each"
+                    for title, s in runs.items())
+    with picture(alt, 1, len(runs), height=3.4, sharey=True, squeeze=False) as (figure, axes):
+        for axis, (title, seconds) in zip(axes[0], runs.items()):
+            milliseconds = [1e3 * s for s in seconds]
+            axis.bar(1, milliseconds[0], color=COLORS["prefill"], label="first token (prefill)")
+            later = range(2, len(seconds) + 1)
+            axis.bar(later, milliseconds[1:], color=COLORS["decode"], label="later tokens (decode)")
+            label_axes(axis, "token of the answer", "time (ms)" if axis is axes[0][0] else "", title)
+            axis.annotate(f"{milliseconds[0]:.0f} ms", (1, milliseconds[0]), (4, 2), textcoords="offset points")
+        axes[0][-1].legend(loc="upper right")
+        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+    return figure
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token of an answer: its text, the seconds it took, and the likeliest candidates as (text, probability)."""
+
+    text: str
+    seconds: float
+    candidates: Sequence[tuple[str, float]]
+
+
+def answer_step(prompt: str, steps: Sequence[Step], at: int = 0) -> Picture:
+    """One moment of an answer: the text so far, the candidates for the next token, and where the time went."""
+    step, job = steps[at], "prefill" if at == 0 else "decode"
+    written = "".join(s.text for s in steps[:at])
+    with picture(f"step {at + 1}: {step.text!r} was written after {written!r}, in {step.seconds * 1e3:.0f} ms", 1, 2,
+                 height=3.6, width_ratios=[1, 1.25]) as (figure, (left, right)):
+        before = ("…" if len(written) > 70 else "") + visible(written[-70:])
+        figure.suptitle(f"{drawable(prompt)}\n{before}▌{visible(step.text)}▐", x=0.01, ha="left",
+                        fontfamily="monospace", fontsize=10)
+        texts, probabilities = [visible(t) or "∅" for t, _ in step.candidates], [p for _, p in step.candidates]
+        bars = left.barh(range(len(texts)), probabilities, color=COLORS["neutral"])
+        for text, bar in zip(texts, bars):
+            if text == visible(step.text):
+                bar.set_color(COLORS[job])
+        left.set_yticks(range(len(texts)), texts, fontfamily="monospace")
+        left.invert_yaxis()
+        left.bar_label(bars, [f" {p:.0%}" for p in probabilities])
+        left.set(xlim=(0, 1.12), xticks=[0, 0.5, 1])
+        label_axes(left, "probability", "", f"candidates for token {at + 1}")
+        colors = [COLORS["prefill"]] + [COLORS["decode"]] * (len(steps) - 1)
+        marks = right.bar(range(1, len(steps) + 1), [1e3 * s.seconds for s in steps], color=colors, alpha=0.35)
+        marks[at].set_alpha(1)
+        right.xaxis.get_major_locator().set_params(integer=True)
+        label_axes(right, "token of the answer", "time (ms)", f"token {at + 1}: {step.seconds * 1e3:.0f} ms of {job}")
+    return figure

@@ -1,0 +1,98 @@
+"""One look for every picture: colours that mean one thing through the whole course, and figures that are returned.
+
+Figures are made without pyplot: nothing is shown twice, no backend is chosen, and nothing is kept alive behind the
+learner's back.
+"""
+
+from __future__ import annotations
+
+import io
+import platform
+from contextlib import contextmanager
+from functools import lru_cache
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+
+# Okabe and Ito's palette: told apart with every common kind of colour blindness (https://jfly.uni-koeln.de/color/).
+COLORS = {
+    "prefill": "#0072B2",
+    "decode": "#E69F00",
+    "weights": "#56B4E9",
+    "kv_cache": "#009E73",
+    "attention": "#CC79A7",
+    "mistake": "#D55E00",
+    "neutral": "#777777",
+}
+RULES = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#E5E5E5", "legend.frameon": False, "figure.facecolor": "white", "text.parse_math": False,
+}
+
+
+class Picture(Figure):
+    """A figure that Jupyter shows as PNG and a screen reader as its `alt` text."""
+
+    alt = "a picture"
+
+    def png(self) -> bytes:
+        with io.BytesIO() as buffer, matplotlib.rc_context(RULES):
+            self.savefig(buffer, format="png", dpi=100)
+            return buffer.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def __repr__(self) -> str:
+        return f"Picture: {self.alt}"
+
+
+@contextmanager
+def picture(alt: str, rows: int = 1, columns: int = 1, width: float = 9.0, height: float = 3.2, **subplots):
+    """Draw in the course's style: `with picture("what it shows") as (figure, axes): ...`; axes is one, or an array."""
+    with matplotlib.rc_context(RULES):
+        figure = Picture(figsize=(width, height), layout="constrained")
+        figure.alt = alt
+        yield figure, figure.subplots(rows, columns, **subplots)
+
+
+def visible(text: str) -> str:
+    """A token's text as a label: spaces and line breaks become signs that can be seen."""
+    return drawable(text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥"))
+
+
+def drawable(text: str) -> str:
+    """Text as matplotlib's own font can draw it, on one line: Chinese and most emoji, which it lacks, become U+hhhh."""
+    return "".join(c if ord(c) in _glyphs() else f"⟨U+{ord(c):04X}⟩" for c in text.replace("\n", " "))
+
+
+@lru_cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans Mono")).get_charmap())
+
+
+def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
+    """Axis labels with their units, and a title."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title)
+
+
+def this_machine(device: object = "cpu") -> str:
+    """What stands under a measurement: processor, threads, torch."""
+    import torch
+
+    kind = torch.device(device).type
+    name = torch.cuda.get_device_name() if kind == "cuda" else "Apple GPU" if kind == "mps" else _processor()
+    threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
+    return f"{name}{threads}, PyTorch {torch.__version__.split('+')[0]}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,43 @@
+"""What every widget shares: its static twin, and a slider over pictures. Made of what ipywidgets 7.7 and 8 share."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+
+import ipywidgets
+
+from ..style import Picture
+
+
+class Interactive:
+    """A widget and its static twin in one output: a front end with a kernel shows the widget, any other the picture."""
+
+    def __init__(self, widget: ipywidgets.Widget, twin: Picture):
+        self.widget, self.twin = widget, twin
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+        return {"application/vnd.jupyter.widget-view+json": view,
+                "image/png": base64.b64encode(self.twin.png()).decode("ascii"),
+                "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        return f"Interactive: {self.twin.alt}"
+
+
+def steps_through(count: int, draw: Callable[[int], Picture], label: str) -> Interactive:
+    """A slider over `count` pictures, each drawn when it is first looked at."""
+    drawn: dict[int, bytes] = {}
+    first = draw(0)
+    slider = ipywidgets.IntSlider(value=1, min=1, max=count, description=label, continuous_update=True)
+    image = ipywidgets.Image(value=first.png(), format="png")
+
+    def show(change) -> None:
+        at = change["new"] - 1
+        if at not in drawn:
+            drawn[at] = draw(at).png()
+        image.value = drawn[at]
+
+    slider.observe(show, names="value")
+    return Interactive(ipywidgets.VBox([slider, image]), first)

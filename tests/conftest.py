@@ -1,0 +1,18 @@
+"""What several test files share: the course's real model, loaded once, and the path of its file."""
+
+import pytest
+
+import llm_lessons as ll
+from llm_lessons.download import SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def gguf_path():
+    """The file that the course's model is read from; fetched once, then in the cache of this machine."""
+    return SMOLLM2.fetch() / next(iter(SMOLLM2.files))
+
+
+@pytest.fixture(scope="session")
+def smollm2(gguf_path):
+    """(model, tokenizer) of the course, float32. Shared by all tests of a session: do not change them."""
+    return ll.load_pretrained(device="cpu")
