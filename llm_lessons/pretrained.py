@@ -32,8 +32,13 @@ def load_pretrained(name: str | Path = "smollm2-135m", weights: str = "float32",
     if weights not in DTYPES:
         raise ValueError(f"weights must be one of {', '.join(DTYPES)}, not {weights!r}")
     set_threads()
-    checkpoint = open_checkpoint(name)
-    return build(checkpoint, DTYPES[weights], best_device() if device is None else torch.device(device)), checkpoint.tokenizer
+    checkpoint, device = open_checkpoint(name), best_device() if device is None else torch.device(device)
+    return build(checkpoint, DTYPES[weights], device), checkpoint.tokenizer
+
+
+def load_tokenizer(name: str | Path = "smollm2-135m") -> Tokenizer:
+    """The tokenizer of a model alone, without its weights; names and errors as for `load_pretrained`."""
+    return open_checkpoint(name).tokenizer
 
 
 def open_checkpoint(name: str | Path) -> GGUFFile | HuggingFaceFolder:
@@ -50,7 +55,7 @@ def open_checkpoint(name: str | Path) -> GGUFFile | HuggingFaceFolder:
 
 
 def build(checkpoint: GGUFFile | HuggingFaceFolder, dtype: torch.dtype, device: torch.device) -> Model:
-    """The model of a checkpoint. One matrix after the other is copied to its place, so that no second copy ever exists."""
+    """The model of a checkpoint. One matrix after the other is copied to its place: a second copy never exists."""
     names, available = checkpoint.names, checkpoint.tensor_names
     model = Model(checkpoint.config, dtype, device)
     wanted = {names[name].format(layer): (name, layer, target) for name, layer, target in _targets(model)}
