@@ -98,7 +98,7 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split" order, as Llama has it)."""
+    """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split", as in Hugging Face's Llama)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

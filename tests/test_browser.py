@@ -4,7 +4,6 @@ Skipped where no Chromium is found: playwright's own download of one is not avai
 """
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
 
@@ -33,8 +32,8 @@ def lab(tmp_path_factory):
                    "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
     log = open(home / "lab.log", "w")
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ServerApp.port_retries=0",
-         "--IdentityProvider.token=", "--ServerApp.password=", "--LabApp.news_url=None",
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
+         "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--LabApp.news_url=None",
          "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
         cwd=home, env=environment, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
@@ -75,20 +74,35 @@ def page(browser):
 
 
 def run_all(page, address: str, name: str) -> None:
-    """Open a notebook, run all of its cells, and wait until the kernel is idle again."""
+    """Open a notebook, run all of its cells, and wait until the last one is done; no cell may print an error."""
     page.goto(f"{address}/lab/tree/notebooks/{name}?reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    # Asked to run before a kernel is there, JupyterLab asks back which one it should be.
+    page.wait_for_function("() => [...document.querySelectorAll('.jp-KernelName')]"
+                           ".some(name => name.textContent.includes('ipykernel'))", timeout=120_000)
     page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Restart Kernel and Run All Cells…", exact=True).click()
-    page.get_by_role("button", name="Restart", exact=True).click()
-    last = page.locator(".jp-CodeCell .jp-InputPrompt").last
-    page.wait_for_function("() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
-                           ".some(prompt => prompt.textContent.includes('*'))", timeout=60_000)
-    page.wait_for_function("() => ![...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
-                           ".some(prompt => prompt.textContent.includes('*'))", timeout=180_000)
-    assert re.fullmatch(r"\[\d+\]:", last.text_content().strip())
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.textContent)"
+    page.wait_for_function(f"() => {prompts}.some(text => text.includes('*'))", timeout=60_000)
+    page.wait_for_function(f"() => {prompts}.every(text => !text.includes('*'))", timeout=240_000)
+    numbers = [int(text.strip("[]: ")) for text in page.evaluate(f"() => {prompts}")]
+    assert numbers == list(range(1, len(numbers) + 1))
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+
+
+def shown(page, widget, words: str) -> None:
+    """Wait until the widget shows these words."""
+    page.wait_for_function("([element, words]) => element.textContent.includes(words)",
+                           arg=[widget.element_handle(), words], timeout=60_000)
+
+
+def keep_screenshot(widget, name: str) -> None:
+    """Store a picture of the widget where LLM_LESSONS_SCREENSHOTS says, if it says so."""
+    if folder := os.environ.get("LLM_LESSONS_SCREENSHOTS"):
+        widget.screenshot(path=Path(folder) / f"{name}.png")
 
 
 def image_of(widget) -> str:
@@ -103,9 +117,52 @@ def test_lesson_00_runs_and_its_stepper_follows_the_keyboard(page, lab):
     before, at = image_of(widget), handle.get_attribute("aria-valuetext") or handle.get_attribute("aria-valuenow")
     handle.focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("([image, old]) => image.src !== old", arg=[widget.locator("img").first.element_handle(), before])
+    page.wait_for_function("([image, old]) => image.src !== old",
+                           arg=[widget.locator("img").first.element_handle(), before])
     assert (handle.get_attribute("aria-valuetext") or handle.get_attribute("aria-valuenow")) != at
     assert page.errors == []
-    shots = os.environ.get("LLM_LESSONS_SCREENSHOTS")
-    if shots:
-        widget.screenshot(path=Path(shots) / "00_stepper.png")
+    keep_screenshot(widget, "00_stepper")
+
+
+def test_lesson_01_runs_and_its_explorer_shows_any_text_as_text(page, lab):
+    run_all(page, lab, "01_tokenization.ipynb")
+    widget = page.locator(".jp-OutputArea-output .widget-vbox").first
+    area = widget.locator("textarea")
+    area.scroll_into_view_if_needed()
+    area.fill("<img src=x onerror='document.title=1'>&amp; שלום")
+    shown(page, widget, "for 48 characters")
+    assert widget.locator("img").count() == 0
+    before = widget.text_content()
+    widget.locator("select").select_option("GPT-2")
+    page.wait_for_function("([element, old]) => element.textContent !== old",
+                           arg=[widget.element_handle(), before], timeout=60_000)
+    widget.locator("select").select_option("the course's model")
+    area.fill("\U00040000")
+    shown(page, widget, "cannot be encoded")
+    area.fill("How does inference work? 你好 🦙 <b>&")
+    shown(page, widget, "🦙")
+    keep_screenshot(widget, "01_explorer")
+    assert page.errors == []
+
+
+def test_lesson_02_runs_and_its_two_widgets_answer(page, lab):
+    run_all(page, lab, "02_embeddings.ipynb")
+    finder, dials = (page.locator(".jp-OutputArea-output .widget-vbox").nth(n) for n in (0, 1))
+    finder.scroll_into_view_if_needed()
+    field = finder.locator("input[type=text]").first
+    field.fill("<img src=x onerror=document.title='HACKED'>")
+    field.press("Enter")
+    field.fill("ice cream")
+    field.press("Enter")
+    shown(page, finder, "2 tokens")
+    assert finder.locator("img").count() == 1 and page.title() != "HACKED"
+    keep_screenshot(finder, "02_neighbours")
+    dials.scroll_into_view_if_needed()
+    before = image_of(dials)
+    dials.locator(".noUi-handle").nth(2).focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("([image, old]) => image.src !== old",
+                           arg=[dials.locator("img").first.element_handle(), before], timeout=60_000)
+    assert "score -3.456" in dials.inner_text()
+    keep_screenshot(dials, "02_dials")
+    assert page.errors == []

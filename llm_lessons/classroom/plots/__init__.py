@@ -1,3 +1,7 @@
 """The course's pictures, by the lesson that shows them. Each function draws one and returns it; it shows nothing."""
 
+from .attention import attention_maps, explorer_view, growth, head_scores, knock_out, scale_effect, slope
+from .embeddings import neighbour_bars, position_vectors, rope_dial, similarities, wavelengths, word_map
+from .next_token import draws, logit_lens, parameter_map, sampler_stages
+from .tokenization import one_token_words, token_picture, tokens_of, tokens_per_character
 from .two_jobs import Step, answer_step, token_times

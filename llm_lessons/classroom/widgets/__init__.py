@@ -1,4 +1,8 @@
 """The course's widgets, by the lesson that shows them. Each carries a picture of its starting state."""
 
+from .attention_explorer import attention_explorer
 from .core import Interactive
+from .embeddings import neighbour_finder, rope_dials
+from .sampling_playground import sampling_playground
+from .token_explorer import token_explorer
 from .two_jobs import answer_stepper

@@ -1,0 +1,80 @@
+"""Lesson 04: turn a sampler's settings, see what each step keeps, draw and count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+from threading import RLock
+
+import ipywidgets
+from torch import Tensor
+
+from ...sampling import Sampler
+from ..plots.next_token import sampler_stages
+from ..style import visible
+from .core import Interactive
+
+
+class SamplingPlayground(Interactive):
+    """The playground; `controls` by name, `sampler` as they are set, `drawn` id -> count since the last change."""
+
+    def __init__(self, prompt: str, logits: Tensor, tokenizer, **settings):
+        self.prompt, self.logits, self.tokenizer = prompt, logits, tokenizer
+        self.drawn: Counter[int] = Counter()
+        self._one_at_a_time = RLock()  # JupyterLab may handle two clicks in two threads of the kernel
+        start = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0} | settings
+        look = {"continuous_update": False, "style": {"description_width": "90px"}}
+        self.controls = {
+            "temperature": ipywidgets.FloatSlider(value=start["temperature"], min=0, max=2, step=0.1, **look),
+            "top_k": ipywidgets.IntSlider(value=start["top_k"], min=0, max=50, **look),
+            "top_p": ipywidgets.FloatSlider(value=start["top_p"], min=0, max=1, step=0.05, **look),
+            "min_p": ipywidgets.FloatSlider(value=start["min_p"], min=0, max=0.5, step=0.01, **look),
+            "seed": ipywidgets.BoundedIntText(value=start["seed"], min=0, max=999_999, style=look["style"])}
+        names = ("temperature", "top-k (0: off)", "top-p (1: off)", "min-p (0: off)", "seed")
+        for control, name in zip(self.controls.values(), names):
+            control.description = name
+            control.observe(self._changed, names="value")
+        self.draw_one, self.draw_many = (ipywidgets.Button(description=text) for text in ("draw 1", "draw 100"))
+        self.draw_one.on_click(lambda _: self.draw(1))
+        self.draw_many.on_click(lambda _: self.draw(100))
+        self.picture, self.words = ipywidgets.Image(format="png"), ipywidgets.HTML()
+        self.sampler = self._sampler()
+        twin = self._show()
+        sliders = ipywidgets.VBox(list(self.controls.values())[:4])
+        buttons = ipywidgets.VBox([self.controls["seed"], self.draw_one, self.draw_many])
+        super().__init__(ipywidgets.VBox([ipywidgets.HBox([sliders, buttons]), self.words, self.picture]), twin)
+
+    def draw(self, count: int) -> None:
+        """Draw `count` tokens, as the buttons do."""
+        with self._one_at_a_time:
+            for _ in range(count):
+                token = self.sampler(self.logits)
+                self.drawn[token] += 1
+            self._show(f"last drawn: <b>{escape(visible(self.tokenizer.decode([token])))}</b>")
+
+    def _changed(self, _) -> None:
+        """New settings: a new sampler, at the beginning of its seed, and nothing drawn yet."""
+        with self._one_at_a_time:
+            self.sampler, self.drawn = self._sampler(), Counter()
+            self._show()
+
+    def _sampler(self) -> Sampler:
+        at = {name: control.value for name, control in self.controls.items()}
+        return Sampler(at["temperature"], at["top_k"] or None, None if at["top_p"] == 1 else at["top_p"],
+                       at["min_p"] or None, seed=at["seed"])
+
+    def _show(self, news: str = "nothing drawn yet"):
+        left = int((self.sampler.stages(self.logits)[-1][1] > 0).sum())
+        self.words.value = (f"after <b>{escape(visible(self.prompt))}</b>: {left:,} "
+                            f"{'token' if left == 1 else 'tokens'} can come; {news}")
+        shown = sampler_stages(self.sampler, self.logits, self.tokenizer, self.drawn)
+        self.picture.value = shown.png()
+        return shown
+
+
+def sampling_playground(prompt: str, logits: Tensor, tokenizer, **settings) -> SamplingPlayground:
+    """Sliders for a sampler's settings over the logits [vocab] that follow a prompt, with a button that draws.
+
+    `settings`: where the sliders stand at first (temperature, top_k, top_p, min_p, seed).
+    """
+    return SamplingPlayground(prompt, logits, tokenizer, **settings)
