@@ -166,3 +166,21 @@ def test_lesson_02_runs_and_its_two_widgets_answer(page, lab):
     assert "score -3.456" in dials.inner_text()
     keep_screenshot(dials, "02_dials")
     assert page.errors == []
+
+
+def test_lesson_04_runs_and_its_playground_filters_and_draws(page, lab):
+    run_all(page, lab, "04_next_token.ipynb")
+    widget = page.locator(".jp-OutputArea-output .widget-vbox").first
+    widget.scroll_into_view_if_needed()
+    shown(page, widget, "7 tokens can come")
+    widget.locator(".noUi-handle").nth(1).focus()  # top-k, which stands at 12
+    for _ in range(9):
+        page.keyboard.press("ArrowLeft")
+    shown(page, widget, "3 tokens can come")
+    before = image_of(widget)
+    widget.get_by_text("draw 100").click()
+    page.wait_for_function("([image, old]) => image.src !== old",
+                           arg=[widget.locator("img").first.element_handle(), before], timeout=60_000)
+    shown(page, widget, "last drawn")
+    keep_screenshot(widget, "04_playground")
+    assert page.errors == []

@@ -99,7 +99,7 @@ def test_f1_view_picture_and_words_are_in_one_output_and_no_address_is():
     data, _ = explorer(layer=2, head=7)._repr_mimebundle_()
     assert set(data) == {WIDGET, "image/png", "text/plain"}
     assert base64.b64decode(data["image/png"]).startswith(PNG)
-    assert "layer 2, head 7 on 11 tokens" in data["text/plain"]
+    assert "layer 2, head 7 on 11 tokens" in data["text/plain"] and "token 10, e, looks at" in data["text/plain"]
     assert repr(explorer(layer=2, head=7).widget) == "AttentionExplorer: layer 2, head 7, 11 tokens"
 
 

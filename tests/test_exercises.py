@@ -91,7 +91,8 @@ def calls_itself(x):
 
 @pytest.mark.parametrize(("fn", "words"), [
     (returns_nothing, "returned None"), (changes_its_input, "changed its input"), (crashes, r"raised TypeError: .+"),
-    (calls_itself, "without end"), (lambda x: x * x, "you squared it"), (lambda x: (2 * x)[:2], r"shape \[3\], not \[2\]"),
+    (calls_itself, "without end"), (lambda x: x * x, "you squared it"),
+    (lambda x: (2 * x)[:2], r"shape \[3\], not \[2\]"),
     (lambda x: 2 * x / 0, "NaN"), (lambda x: 2 * x + (x == 1), r"\[1\] is 3, and should be 2"),
     (lambda x: "six", "not str"), (3, "pass the function itself")])
 def test_a_check_never_raises_and_names_the_usual_slips(fn, words, capsys):

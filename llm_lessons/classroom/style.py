@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import platform
+import threading
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -33,13 +34,16 @@ RULES = {
 }
 
 
+_DRAWING = threading.RLock()  # matplotlib's settings are global, and widgets draw in threads of their own
+
+
 class Picture(Figure):
     """A figure that Jupyter shows as PNG and a screen reader as its `alt` text."""
 
     alt = "a picture"
 
     def png(self) -> bytes:
-        with io.BytesIO() as buffer, matplotlib.rc_context(RULES):
+        with io.BytesIO() as buffer, _DRAWING, matplotlib.rc_context(RULES):
             self.savefig(buffer, format="png", dpi=100)
             return buffer.getvalue()
 
@@ -53,7 +57,7 @@ class Picture(Figure):
 @contextmanager
 def picture(alt: str, rows: int = 1, columns: int = 1, width: float = 9.0, height: float = 3.2, **subplots):
     """Draw in the course's style: `with picture("what it shows") as (figure, axes): ...`; axes is one, or an array."""
-    with matplotlib.rc_context(RULES):
+    with _DRAWING, matplotlib.rc_context(RULES):
         figure = Picture(figsize=(width, height), layout="constrained")
         figure.alt = alt
         yield figure, figure.subplots(rows, columns, **subplots)

@@ -1,1 +1,1 @@
-"""For each exercise, answers that people really give: {"name of the check": [(function, words its verdict must have)]}."""
+"""For each exercise, answers that people really give: {"name of the check": [(function, words of its verdict)]}."""

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import ScalarFormatter
 from torch import Tensor
 
-from ..style import COLORS, Picture, label_axes, picture, visible
+from ..style import COLORS, Picture, drawable, label_axes, picture, visible
 
 WEIGHTS = LinearSegmentedColormap.from_list("attention", ["#FFFFFF", COLORS["attention"], "#4A1237"])  # 0, 0.5, 1
 
@@ -124,12 +124,19 @@ def slope(tokens: Sequence[int], seconds: Sequence[float]) -> float:
     return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
 
 
-def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], layer: int, head: int) -> Picture:
-    """The attention explorer standing still: thumbnails [layers, heads, n, n] of bytes, one map [T, T] in full."""
+def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], layer: int, head: int,
+                  token: int) -> Picture:
+    """The attention explorer standing still: thumbnails [layers, heads, n, n] of bytes, one map [T, T], one token."""
     layers, heads, n, _ = thumbnails.shape
+    order = weights[token].argsort(descending=True)[:6].tolist()
+    looks = [(f"{tokens[at]} ({at})", float(weights[token, at])) for at in order if at <= token]
     alt = (f"thumbnails of {layers} x {heads} attention heads; below, layer {layer}, head {head} on {len(tokens)} "
-           f"tokens, with {weights[:, 0].mean():.0%} of its weight on the first token")
-    with picture(alt, 2, 1, height=7.6, height_ratios=[1, 1.75]) as (figure, (top, bottom)):
+           f"tokens, with {weights[:, 0].mean():.0%} of its weight on the first token; token {token}, "
+           f"{tokens[token]}, looks at {looks[0][0]} with {looks[0][1]:.0%}")
+    with picture(alt, 2, 2, height=7.2, height_ratios=[1, 1.55], width_ratios=[1.35, 1]) as (figure, axes):
+        for axis in axes[0]:
+            axis.remove()
+        top, (left, right) = figure.add_subplot(axes[1, 0].get_gridspec()[0, :]), axes[1]
         size = n + 4  # with a gap between them
         framed = torch.nn.functional.pad(thumbnails, (0, 4, 0, 4))  # [layers, heads, size, size]
         framed = framed.permute(1, 2, 0, 3).reshape(heads * size, layers * size)
@@ -139,11 +146,17 @@ def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], la
         top.set_xticks([layer * size + n / 2 for layer in range(0, layers, 2)], range(0, layers, 2))
         top.set_yticks([head * size + n / 2 for head in range(heads)], range(heads))
         label_axes(top, "layer", "head", "")
-        bottom.imshow(weights.sqrt().numpy(), cmap=WEIGHTS, vmin=0, vmax=1)
-        if len(tokens) <= 40:
-            bottom.set_xticks(range(len(tokens)), [visible(t) for t in tokens], rotation=90, fontsize=8)
-            bottom.set_yticks(range(len(tokens)), [visible(t) for t in tokens], fontsize=8)
-        label_axes(bottom, "token it looks at (position)", "token that looks (position)", f"layer {layer}, head {head}")
-        for axis in (top, bottom):
+        left.imshow(weights.sqrt().numpy(), cmap=WEIGHTS, vmin=0, vmax=1)
+        left.axhline(token, color=COLORS["neutral"], linewidth=0.8)
+        label_axes(left, "token it looks at (position)", "token that looks (position)", f"layer {layer}, head {head}")
+        bars = right.barh(range(len(looks)), [w for _, w in looks], color=COLORS["attention"])
+        right.set_yticks(range(len(looks)), [drawable(text) for text, _ in looks], fontfamily="monospace")
+        right.invert_yaxis()
+        right.bar_label(bars, [f" {w:.0%}" for _, w in looks])
+        right.set(xlim=(0, 1.15), xticks=[0, 0.5, 1], anchor="N", box_aspect=0.9)
+        label_axes(right, "attention weight", "", f"{drawable(tokens[token])} ({token}) looks at")
+        for axis in (top, left):
             axis.grid(False)
+        for ticks in (left.xaxis, left.yaxis):
+            ticks.get_major_locator().set_params(integer=True)
     return figure

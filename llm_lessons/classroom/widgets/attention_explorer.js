@@ -2,7 +2,7 @@
 // Python sends bytes (attention_explorer.py says which); everything else happens here, without any network.
 // Tokens are a stranger's text: they reach the page through textContent and attributes alone.
 
-const PERCENT = (byte) => (byte === 0 ? "0 %" : byte < 3 ? "under 1 %" : `${Math.round(byte / 2.55)} %`);
+const percent = (byte) => (byte === 0 ? "0 %" : byte < 3 ? "under 1 %" : `${Math.round(byte / 2.55)} %`);
 const WEAKEST_LINE = 5; // of 255: 2 %
 
 function element(tag, className, parent, attributes = {}) {
@@ -88,7 +88,7 @@ function buildViews(root, model) {
   const map = element("div", "map", views);
   const canvas = element("canvas", "", map, { role: "img" });
   const bands = [element("div", "band", map), element("div", "band", map)];
-  element("p", "", map).textContent = 
+  element("p", "", map).textContent =
     "Row: the token that looks. Column: the token it looks at. Strength of the colour: square root of the weight.";
   const side = element("div", "side", views);
   const legend = element("p", "", side);
@@ -214,7 +214,7 @@ function render({ model, el }) {
     const list = (pairs) => pairs.forEach(([at, byte], n) => {
       readout.append(n ? ", " : " ");
       token(at);
-      readout.append(` ${PERCENT(byte)}`);
+      readout.append(` ${percent(byte)}`);
     });
     readout.replaceChildren(`token ${row} `);
     token(row);
@@ -222,7 +222,7 @@ function render({ model, el }) {
     if (column !== null) {
       readout.append(" looks at ");
       token(column);
-      readout.append(column > row ? ": never, it comes later" : `: ${PERCENT(weight(row, column))}`);
+      readout.append(column > row ? ": never, it comes later" : `: ${percent(weight(row, column))}`);
       return;
     }
     readout.append(" looks at");

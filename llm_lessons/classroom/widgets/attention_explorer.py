@@ -123,4 +123,4 @@ def attention_explorer(model: Model, tokenizer, text: str, layer: int = 0, head:
     widget = AttentionExplorer(seen, labels, layer, head, token)
     small = torch.frombuffer(bytearray(widget.thumbnails), dtype=torch.uint8)
     small = small.reshape(widget.layers, widget.heads, widget.thumbnail_size, widget.thumbnail_size)
-    return Explorer(widget, explorer_view(small, seen.attention(layer)[head].cpu(), labels, layer, head))
+    return Explorer(widget, explorer_view(small, seen.attention(layer)[head].cpu(), labels, layer, head, token))

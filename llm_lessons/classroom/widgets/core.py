@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import functools
+import threading
 from collections.abc import Callable
 
 import ipywidgets
@@ -26,6 +28,23 @@ class Interactive:
         return f"Interactive: {self.twin.alt}"
 
 
+_LOCK = threading.RLock()
+
+
+def one_at_a_time(callback: Callable) -> Callable:
+    """For what a widget calls: JupyterLab may handle two events in two threads of the kernel.
+
+    A callback then waits for the one before it; it should read the controls as they stand, not what the event says.
+    """
+
+    @functools.wraps(callback)
+    def waiting(*arguments):
+        with _LOCK:
+            return callback(*arguments)
+
+    return waiting
+
+
 def steps_through(count: int, draw: Callable[[int], Picture], label: str) -> Interactive:
     """A slider over `count` pictures, each drawn when it is first looked at."""
     drawn: dict[int, bytes] = {}
@@ -33,8 +52,9 @@ def steps_through(count: int, draw: Callable[[int], Picture], label: str) -> Int
     slider = ipywidgets.IntSlider(value=1, min=1, max=count, description=label, continuous_update=True)
     image = ipywidgets.Image(value=first.png(), format="png")
 
-    def show(change) -> None:
-        at = change["new"] - 1
+    @one_at_a_time
+    def show(_) -> None:
+        at = slider.value - 1
         if at not in drawn:
             drawn[at] = draw(at).png()
         image.value = drawn[at]

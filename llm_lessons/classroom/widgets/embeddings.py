@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plots.embeddings import neighbour_bars, rope_dial
 from ..style import visible
-from .core import Interactive
+from .core import Interactive, one_at_a_time
 
 COUNT = 8  # neighbours that are shown
 
@@ -67,9 +67,10 @@ def neighbour_finder(table: Tensor, tokenizer, word: str) -> Interactive:
     line = ipywidgets.HTML(value=_told(shown, note))
     image = ipywidgets.Image(value=first.png(), format="png")
 
-    def show(change) -> None:
+    @one_at_a_time
+    def show(_) -> None:
         try:
-            drawn, shown, note = draw(change["new"])
+            drawn, shown, note = draw(field.value)
         except ValueError as error:  # nothing typed, or a character that this vocabulary has no bytes for
             line.value = f"<i>{escape(str(error))}</i>"
             image.layout.visibility = "hidden"  # no picture of another word under this message
@@ -92,7 +93,8 @@ def rope_dials(q: Tensor, k: Tensor, base: float, q_at: int = 3, k_at: int = 1) 
     line = ipywidgets.HTML(value=escape(first.alt))
     image = ipywidgets.Image(value=first.png(), format="png")
 
-    def show(change) -> None:
+    @one_at_a_time
+    def show(_) -> None:
         query, key, both = (slider.value for slider in sliders)
         drawn = rope_dial(q, k, query + both, key + both, base)
         line.value, image.value = escape(drawn.alt), drawn.png()

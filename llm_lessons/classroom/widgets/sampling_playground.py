@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from html import escape
-from threading import RLock
 
 import ipywidgets
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ...sampling import Sampler
 from ..plots.next_token import sampler_stages
 from ..style import visible
-from .core import Interactive
+from .core import Interactive, one_at_a_time
 
 
 class SamplingPlayground(Interactive):
@@ -21,7 +20,6 @@ class SamplingPlayground(Interactive):
     def __init__(self, prompt: str, logits: Tensor, tokenizer, **settings):
         self.prompt, self.logits, self.tokenizer = prompt, logits, tokenizer
         self.drawn: Counter[int] = Counter()
-        self._one_at_a_time = RLock()  # JupyterLab may handle two clicks in two threads of the kernel
         start = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0} | settings
         look = {"continuous_update": False, "style": {"description_width": "90px"}}
         self.controls = {
@@ -44,19 +42,19 @@ class SamplingPlayground(Interactive):
         buttons = ipywidgets.VBox([self.controls["seed"], self.draw_one, self.draw_many])
         super().__init__(ipywidgets.VBox([ipywidgets.HBox([sliders, buttons]), self.words, self.picture]), twin)
 
+    @one_at_a_time
     def draw(self, count: int) -> None:
         """Draw `count` tokens, as the buttons do."""
-        with self._one_at_a_time:
-            for _ in range(count):
-                token = self.sampler(self.logits)
-                self.drawn[token] += 1
-            self._show(f"last drawn: <b>{escape(visible(self.tokenizer.decode([token])))}</b>")
+        for _ in range(count):
+            token = self.sampler(self.logits)
+            self.drawn[token] += 1
+        self._show(f"last drawn: <b>{escape(visible(self.tokenizer.decode([token])))}</b>")
 
+    @one_at_a_time
     def _changed(self, _) -> None:
         """New settings: a new sampler, at the beginning of its seed, and nothing drawn yet."""
-        with self._one_at_a_time:
-            self.sampler, self.drawn = self._sampler(), Counter()
-            self._show()
+        self.sampler, self.drawn = self._sampler(), Counter()
+        self._show()
 
     def _sampler(self) -> Sampler:
         at = {name: control.value for name, control in self.controls.items()}

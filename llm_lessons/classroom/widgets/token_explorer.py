@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import ipywidgets
 
 from ..plots.tokenization import in_words, token_picture, tokens_of
-from .core import Interactive
+from .core import Interactive, one_at_a_time
 
 MOST_CHARACTERS = 2_000  # of a longer text only the beginning is cut: a page of boxes is as much as one can look at
 ALL = "color:#000;font-family:monospace;text-align:left;line-height:1.25;direction:ltr"
@@ -43,7 +43,8 @@ def token_explorer(text: str, tokenizers: Mapping[str, object]) -> Interactive:
     choice = ipywidgets.Dropdown(options=names, value=names[0], description="tokenizer")
     out = ipywidgets.HTML(value=token_html(first, text), layout=wide)
 
-    def show(change) -> None:
+    @one_at_a_time
+    def show(_) -> None:
         out.value = token_html(tokenizers[choice.value], area.value)
 
     area.observe(show, names="value")
