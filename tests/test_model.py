@@ -234,7 +234,7 @@ def test_linear_is_torchs_linear():
 # --- What is refused, and that a refusal changes nothing ------------------------------------------------------------
 
 BAD_IDS = {"negative": [3, -1], "beyond the vocabulary": [0, SHAPE["vocab"]], "float": [1.0, 2.0],
-           "bool": [True, False], "empty": [], "empty rows": [[], []], "3-D": [[[1]]], "a single number": 5,
+           "bool": [True, False], "empty": [], "empty rows": [[], []], "3-D": [[[1]]], "a single number": 5, "text": "How", "nothing": None,
            "complex": [1j], "float tensor": torch.tensor([1.0])}
 
 
@@ -243,7 +243,7 @@ def test_bad_ids_are_refused_before_anything_is_written(ids):
     cache = MODEL.new_cache(8)
     MODEL([5, 6, 7], cache)
     before = snapshot(cache)
-    with pytest.raises(ValueError, match="ids? .*(vocabulary, 0 to 96|whole numbers|shape)"):
+    with pytest.raises(ValueError, match="ids? .*(vocabulary, 0 to 96|whole numbers|at least one token)"):
         MODEL(ids, cache)
     assert unchanged(cache, before)
 

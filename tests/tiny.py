@@ -15,11 +15,12 @@ SHAPE = dict(layers=3, hidden=36, heads=9, kv_heads=3, head_dim=4, ffn=40, vocab
              rope_base=500.0, norm_eps=1e-3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
+@pytest.fixture(autouse=True)
+def one_thread(request):
     """One thread, in each module that imports this: matrices this small take many times longer on several."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if "smollm2" not in request.fixturenames:
+        torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
@@ -48,7 +49,7 @@ def as_transformers(model: Model):
         vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers,
         num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim,
         max_position_embeddings=c.context, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+        rope_theta=c.rope_base, rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},  # version 4; 5
         bos_token_id=None, eos_token_id=None, pad_token_id=None, attn_implementation="eager")).eval()
     state = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight,
              "lm_head.weight": model.head.weight}

@@ -1,0 +1,203 @@
+"""The attention explorer in a real JupyterLab: mouse and keyboard choose heads and tokens, and text stays text."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import nbformat
+from test_browser import browser, lab, page, pytestmark  # noqa: F401
+
+import llm_lessons as ll
+
+# 30 x 9 heads as in the course's model; everything else as small as can be. Each word is one token.
+MAKE = r'''
+import re
+import llm_lessons as ll
+
+words = ["A", " cat", " <script>window.hacked=1</script>", "<img src=x onerror=window.hacked=1>", " &amp;", ' "quoted"',
+         " 'single'", " שלום", " مرحبا", " 🦙", " 👨‍👩‍👧", "\n", " \u202eevil", " a&b", " sat", "."]
+text = "".join(words) + " cat sat." * 4
+spans = {word.encode(): 256 + number for number, word in enumerate(words) if len(word) > 1}
+pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) + r"|[\s\S]"
+tokenizer = ll.Tokenizer({bytes([b]): b for b in range(256)} | spans, {}, pattern=pattern)
+model = ll.Model.random(ll.ModelConfig(layers=30, hidden=36, heads=9, kv_heads=3, head_dim=4, ffn=40, vocab=300,
+                                       context=256))
+for block in model.blocks:
+    block.attention.qkv.weight.mul_(50)  # or all heads of a model that has learnt nothing would look everywhere alike
+'''
+SHOW = '''
+from llm_lessons.classroom import widgets
+shown = widgets.attention_explorer(model, tokenizer, text)
+shown
+'''
+
+
+def expected():
+    """What the kernel of the test's notebook computes, computed here: the tokens and a function layer -> weights."""
+    made = {}
+    exec(MAKE, made)
+    ids = made["tokenizer"].encode(made["text"])
+    tokens = [made["tokenizer"].decode([i]) for i in ids]
+    return tokens, ll.trace(made["model"], ids).attention
+
+
+def open_notebook(page, lab, name, *cells):  # noqa: F811
+    """Put a notebook into the lab's folder, run it, and return its explorer."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    page.goto(f"{lab}/lab?reset")
+    status = page.evaluate("""async ([name, content]) => {
+        const xsrf = document.cookie.match(/_xsrf=([^;]+)/)?.[1] ?? "";
+        const answer = await fetch(`/api/contents/notebooks/${name}`, {method: "PUT",
+            headers: {"X-XSRFToken": xsrf, "Content-Type": "application/json"},
+            body: JSON.stringify({type: "notebook", format: "json", content})});
+        return answer.status}""", [name, json.loads(nbformat.writes(book))])
+    assert status in (200, 201)
+    page.goto(f"{lab}/lab/tree/notebooks/{name}?reset")
+    page.locator(".jp-KernelName", has_text="Python").wait_for(timeout=60_000)
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=60_000)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    explorer = page.locator(".llm-attention")
+    explorer.wait_for(timeout=120_000)
+    explorer.scroll_into_view_if_needed()
+    return explorer
+
+
+def wait_for(page, explorer, **data):  # noqa: F811
+    """Wait until the explorer shows a layer (it then has the kernel's bytes), a head or a token."""
+    page.wait_for_function("([node, data]) => Object.keys(data).every(name => node.dataset[name] === data[name])",
+                           arg=[explorer.element_handle(), {name: str(value) for name, value in data.items()}])
+
+
+def percent(weight) -> str:
+    byte = round(float(weight) * 255)
+    return "0 %" if byte == 0 else "under 1 %" if byte < 3 else f"{int(byte / 2.55 + 0.5)} %"
+
+
+def shot(explorer, name: str) -> None:
+    folder = os.environ.get("LLM_LESSONS_SCREENSHOTS")
+    if folder:
+        explorer.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page, lab):  # noqa: F811
+    tokens, attention = expected()
+    explorer = open_notebook(page, lab, "explorer.ipynb", MAKE, SHOW,
+                             'print("in the kernel:", shown.widget.layer, shown.widget.head, shown.widget.token)')
+    last = len(tokens) - 1
+    wait_for(page, explorer, layer=0, head=0, token=last)
+
+    heads = explorer.get_by_role("gridcell")  # all heads, at most 24 x 24 pixels each
+    assert heads.count() == 270
+    assert heads.locator("canvas").evaluate_all("all => all.every(c => c.width <= 24 && c.height <= 24)")
+
+    explorer.get_by_role("gridcell", name="layer 7, head 3", exact=True).click()
+    wait_for(page, explorer, layer=7, head=3)  # the bytes of layer 7 came from the kernel
+    assert "layer 7, head 3" in explorer.get_by_role("img").get_attribute("aria-label")
+    is_active = "cell => cell.classList.contains('jp-mod-active')"
+    active = [page.locator(".jp-Cell").nth(n).evaluate(is_active) for n in range(3)].index(True)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    wait_for(page, explorer, layer=8, head=4)
+    focused = page.evaluate("() => document.activeElement.getAttribute('aria-label')")
+    assert focused == "layer 8, head 4"
+    assert explorer.locator('[aria-selected="true"]').count() == 1
+    assert page.locator(".jp-Cell").nth(active).evaluate(is_active), "the arrow keys moved the notebook's cursor, too"
+
+    words, readout = explorer.locator(".word"), explorer.locator(".readout")
+    assert words.all_text_contents() == [
+        token.replace(" ", "·").replace("\n", "⏎").replace("\u202e", "⟨U+202E⟩") for token in tokens]
+    assert page.evaluate("() => window.hacked === undefined")
+    assert explorer.locator("img, script").count() == 0
+
+    at = tokens.index(" 🦙")
+    words.nth(at).hover()  # hovering shows, and changes nothing
+    wait_for(page, explorer, token=at)
+    weights = attention(8)[4]
+    best = int(weights[at].argmax())
+    seen = readout.text_content()
+    assert seen.startswith(f"token {at} ·🦙 looks at {words.nth(best).text_content()} {percent(weights[at, best])}")
+    page.mouse.move(0, 0)
+    wait_for(page, explorer, token=last)
+
+    words.nth(at).click()
+    page.keyboard.press("ArrowLeft")
+    wait_for(page, explorer, token=at - 1)
+    page.keyboard.press("Home")
+    wait_for(page, explorer, token=0)
+    page.keyboard.press("Shift+Tab")  # one stop for all tokens, one for all heads
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "layer 8, head 4"
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')").startswith("token 0: A")
+
+    box = explorer.get_by_role("img").bounding_box()  # a cell of the map: row 5, column 2
+    side = box["width"] / len(tokens)
+    page.mouse.move(box["x"] + 2.5 * side, box["y"] + 5.5 * side)
+    wait_for(page, explorer, token=5)
+    assert re.search(rf'looks at ·<script>.*</script>: {percent(weights[5, 2])}$', readout.text_content())
+    page.mouse.move(box["x"] + 5.5 * side, box["y"] + 2.5 * side)
+    assert readout.text_content().endswith("never, it comes later")
+
+    page.locator(".jp-CodeCell").last.locator(".jp-InputArea-editor").click()
+    page.keyboard.press("Shift+Enter")
+    page.get_by_text("in the kernel: 8 4 0").wait_for(timeout=30_000)
+    assert page.errors == []
+
+
+def test_it_is_readable_in_both_themes_and_on_a_narrow_page(page, lab):  # noqa: F811
+    explorer = open_notebook(page, lab, "themes.ipynb", MAKE, SHOW)
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question about news
+    for theme in ("JupyterLab Light", "JupyterLab Dark"):
+        choose_theme(page, theme)
+        dark = theme.endswith("Dark")
+        page.locator(".llm-attention.dark" if dark else ".llm-attention:not(.dark)").wait_for()
+        for width in (1280, 800):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(400)
+            assert explorer.evaluate("node => node.scrollWidth <= node.clientWidth + 1"), "something is cut off"
+            contrast = explorer.locator(".word").evaluate_all(CONTRAST)
+            assert min(contrast) >= 4.5, f"{theme}, {width}: a token is hard to read"
+            shot(explorer, f"03_explorer_{'dark' if dark else 'light'}_{width}")
+    assert page.errors == []
+
+
+def choose_theme(page, theme):  # noqa: F811
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    page.get_by_text("Theme", exact=True).hover()
+    page.get_by_text(theme, exact=True).click()
+
+
+# Contrast of each token's text with its background, as WCAG defines it; a translucent background lies on the page's.
+CONTRAST = """words => words.map(word => {
+    const numbers = text => text.match(/[\\d.]+/g).map(Number);
+    const linear = v => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+    const light = rgb => { const [r, g, b] = rgb.map(linear);
+                           return 0.2126 * r + 0.7152 * g + 0.0722 * b };
+    let page = word; let under = [255, 255, 255];
+    while ((page = page.parentElement)) {
+        const found = numbers(getComputedStyle(page).backgroundColor);
+        if (found.length === 3) { under = found; break } }
+    const [r, g, b, alpha = 1] = numbers(getComputedStyle(word).backgroundColor);
+    const back = light([r, g, b].map((v, n) => alpha * v + (1 - alpha) * under[n]));
+    const front = light(numbers(getComputedStyle(word).color).slice(0, 3));
+    return (Math.max(back, front) + 0.05) / (Math.min(back, front) + 0.05) })"""
+
+
+def test_200_tokens_follow_the_mouse_without_lag(page, lab):  # noqa: F811
+    explorer = open_notebook(page, lab, "long.ipynb", MAKE, SHOW.replace("text)", '" cat" * 200)'))
+    page.add_style_tag(content=".Toastify { display: none }")
+    assert explorer.locator(".word").count() == 200
+    milliseconds = explorer.evaluate("""node => {
+        const words = [...node.querySelectorAll('.word')], start = performance.now();
+        for (const word of words) {
+            word.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}));
+            node.querySelector('.words').offsetHeight;  // the browser must have laid it out
+        }
+        return (performance.now() - start) / words.length }""")
+    print(f"{milliseconds:.1f} ms for each token")
+    assert milliseconds < 50, "slower than 20 pictures a second"
+    shot(explorer, "03_explorer_200")
+    assert page.errors == []
+
