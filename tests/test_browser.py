@@ -168,6 +168,18 @@ def test_lesson_02_runs_and_its_two_widgets_answer(page, lab):
     assert page.errors == []
 
 
+def test_lesson_03_runs_and_its_explorer_shows_the_head_that_is_clicked(page, lab):
+    run_all(page, lab, "03_attention.ipynb")
+    explorer = page.locator(".llm-attention")
+    explorer.scroll_into_view_if_needed()
+    assert (explorer.get_attribute("data-layer"), explorer.get_attribute("data-head")) == ("18", "6")
+    explorer.get_by_role("gridcell", name="layer 16, head 0", exact=True).click()
+    page.wait_for_function("node => node.dataset.layer === '16' && node.dataset.head === '0'",
+                           arg=explorer.element_handle(), timeout=60_000)
+    keep_screenshot(explorer, "03_explorer")
+    assert page.errors == []
+
+
 def test_lesson_04_runs_and_its_playground_filters_and_draws(page, lab):
     run_all(page, lab, "04_next_token.ipynb")
     widget = page.locator(".jp-OutputArea-output .widget-vbox").first

@@ -267,7 +267,8 @@ def test_ctrl_c_ends_pip_and_leaves_nothing(cache, tmp_path):
 
 
 def test_watching_pips_progress_survives_that_pip_removes_its_folders(tmp_path):
-    done = threading.Event()
+    (tmp_path / "pip.log").write_bytes(b"12")
+    done, seen, end = threading.Event(), set(), time.monotonic() + 1
 
     def come_and_go():
         while not done.is_set():
@@ -278,10 +279,12 @@ def test_watching_pips_progress_survives_that_pip_removes_its_folders(tmp_path):
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        assert {download._bytes_in(tmp_path, most=3) for _ in range(5000)} == {0, 3}
+        while time.monotonic() < end:
+            seen.add(download._bytes_in(tmp_path, most=3))
     finally:
         done.set()
         thread.join()
+    assert seen and seen <= {2, 3}
 
 
 def test_a_process_that_waits_in_vain_says_which_lock_it_waited_for(cache, monkeypatch):
