@@ -234,9 +234,8 @@ def test_linear_is_torchs_linear():
 # --- What is refused, and that a refusal changes nothing ------------------------------------------------------------
 
 BAD_IDS = {"negative": [3, -1], "beyond the vocabulary": [0, SHAPE["vocab"]], "float": [1.0, 2.0],
-           "bool": [True, False], "empty": [], "empty rows": [[], []], "3-D": [[[1]]], "a single number": 5, "text": "How",
-           "nothing": None,
-           "complex": [1j], "float tensor": torch.tensor([1.0])}
+           "bool": [True, False], "empty": [], "empty rows": [[], []], "3-D": [[[1]]], "a single number": 5,
+           "text": "How", "nothing": None, "complex": [1j], "float tensor": torch.tensor([1.0])}
 
 
 @pytest.mark.parametrize("ids", BAD_IDS.values(), ids=BAD_IDS.keys())
