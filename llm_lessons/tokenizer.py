@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # SmolLM2: the same, except that every digit stands alone, and a run of spaces before a digit stays whole.
 DIGITS_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
-LONGEST_BLANK = 900_000  # near a million spaces in a row tiktoken runs out of stack, with an error nobody can catch
+LONGEST_BLANK = 900_000  # near a million spaces in a row tiktoken runs out of stack: no `Exception`, a panic
 
 
 def byte_characters() -> dict[str, int]:

@@ -1,9 +1,13 @@
 """What several test files share: the course's real model, loaded once, and the path of its file."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import llm_lessons as ll
 from llm_lessons.download import SMOLLM2
+
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -225,12 +225,15 @@ def test_matrices_stored_as_bfloat16_are_read(tmp_path):
 
 
 def test_a_gguf_tokenizer_gives_the_ids_of_the_tokenizers_library(tmp_path):
-    fields = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eot_token_id": 303, "tokenizer.chat_template":
+    fields = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eot_token_id": 303,
+              "tokenizer.ggml.token_type": [3, 3] + [1] * 298 + [4] * 4,  # 4: a token that its authors added
+              "tokenizer.chat_template":
               "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"}
     _, tokenizer = load(write_gguf(tmp_path / "model.gguf", random_llama(), fields=fields))
     oracle = byte_level_bpe()
     assert tokenizer.encode(SAMPLE) == oracle.encode(SAMPLE).ids
     assert tokenizer.chat([{"role": "user", "content": SAMPLE}]) == [1, *oracle.encode(SAMPLE).ids, 0]
+    assert tokenizer.encode("<|unused 300|>", allow_special=True) == [300]
     assert tokenizer.stop_ids == {0, 303}  # "end of sequence" and "end of turn"
 
 
