@@ -168,7 +168,7 @@ def test_prefill_that_does_not_fit_writes_nothing_even_in_small_pieces_D1(capaci
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (dict(ids=[]), "shape"), (dict(ids=[[1, 2]]), "batch"), (dict(ids=[97]), "id 97"),
+    (dict(ids=[]), "at least one token"), (dict(ids=[[1, 2]]), "batch"), (dict(ids=[97]), "id 97"),
     (dict(ids=[1.0]), "whole numbers"),
     (dict(max_new_tokens=0), "max_new_tokens .*0"), (dict(max_new_tokens=2.5), "max_new_tokens .*2.5"),
     (dict(cache=MODEL.new_cache(40, batch=2)), "one row, not of 2")], ids=str)

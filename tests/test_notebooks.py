@@ -111,6 +111,12 @@ def test_the_tool_keeps_pictures_and_drops_live_widgets():
     assert "widgets" not in book.metadata
 
 
+def test_the_tool_joins_what_a_cell_printed():
+    pieces = [nbformat.v4.new_output("stream", name=name, text=text)
+              for name, text in (("stdout", "a"), ("stdout", "b\n"), ("stderr", "c"), ("stdout", "d"))]
+    assert [(o.name, o.text) for o in tool.joined(pieces)] == [("stdout", "ab\n"), ("stderr", "c"), ("stdout", "d")]
+
+
 def test_the_tool_explains_itself_when_called_wrongly():
     command = [sys.executable, ROOT / "tools" / "notebooks.py", "nonsense"]
     called = subprocess.run(command, capture_output=True, text=True)

@@ -72,8 +72,21 @@ def tidy(book: nbformat.NotebookNode) -> None:
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number:02}"
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", []):
-            output.get("data", {}).pop(WIDGET, None)
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET, None)
+
+
+def joined(outputs: list) -> list:
+    """What a cell printed as one output: the kernel sends it in pieces, cut anew in every run."""
+    whole: list = []
+    for output in outputs:
+        if whole and output.output_type == "stream" and output.name == whole[-1].get("name"):
+            whole[-1].text += output.text
+        else:
+            whole.append(output)
+    return whole
 
 
 def main(arguments: list[str]) -> int:
