@@ -12,7 +12,17 @@ from .model import Model, ModelConfig
 from .pretrained import load_pretrained, load_tokenizer
 from .prose import course_prose
 from .sampling import Sampler
-from .timing import Timing, available_cpus, best_device, set_threads, stopwatch, synchronize, timed
+from .timing import (
+    Roofline,
+    Timing,
+    available_cpus,
+    best_device,
+    measure_roofline,
+    set_threads,
+    stopwatch,
+    synchronize,
+    timed,
+)
 from .tokenizer import Tokenizer, stream_text
 from .trace import Trace, trace
 

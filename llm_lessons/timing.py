@@ -108,3 +108,39 @@ def set_threads() -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(available_cpus())
     return torch.get_num_threads()
+
+
+class Roofline(NamedTuple):
+    """What a device can do at most, as measured: `flops_per_second[dtype]` and `bytes_per_second`, each the best of
+    several runs. `spread` says by how much the slowest of them fell behind, as a share (0.1: 10 %)."""
+
+    flops_per_second: dict[str, float]
+    bytes_per_second: float
+    spread: dict[str, float]
+
+
+def measure_roofline(device: torch.device | str = "cpu", seconds: float = 0.8) -> Roofline:
+    """Peak arithmetic (square matrix products) and peak memory bandwidth (summing a large tensor), in under 5 s.
+
+    A product of two n x n matrices takes 2 n³ operations. The tensor is far larger than any cache, so that its bytes
+    really come from memory. `seconds` is the time spent on each of the three.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    size, numbers = (1536, 1 << 26) if on_cpu else (8192, 1 << 28)  # 256 MiB and 1 GiB of float32
+    peaks, spread = {}, {}
+    for name in ("float32", "bfloat16"):
+        a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, getattr(torch, name))
+        best, spread[name] = _best(lambda a=a: a @ a, device, seconds)
+        peaks[name] = 2 * size**3 / best
+    block = torch.ones(numbers, device=device)
+    best, spread["memory"] = _best(block.sum, device, seconds)
+    return Roofline(peaks, block.nbytes / best, spread)
+
+
+def _best(fn: Callable[[], object], device: torch.device | str, seconds: float) -> tuple[float, float]:
+    """The shortest of as many runs as fit into the time (at least 5), and how much longer the slowest took."""
+    runs: list[float] = []
+    fn()
+    while len(runs) < 5 or sum(runs) < seconds:
+        runs.append(stopwatch(fn, device, runs=1, warmup=0).median)
+    return min(runs), max(runs) / min(runs) - 1

@@ -201,3 +201,44 @@ def test_best_device_prefers_cuda_then_mps(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
         assert ll.best_device() == torch.device(expected)
+
+
+# --- The roofline of a device -----------------------------------------------------------------------------------------
+
+def test_the_peaks_are_work_divided_by_the_shortest_time(monkeypatch):
+    sizes, clock = [], iter([0.5, 0.25, 1.0, 0.5, 0.5] * 3)
+
+    def fake_stopwatch(fn, device, runs, warmup):
+        assert (device, runs, warmup) == ("cpu", 1, 0)
+        sizes.append(fn().shape)
+        return timing.Timing(next(clock), 0.0, 1)
+
+    monkeypatch.setattr(timing, "stopwatch", fake_stopwatch)
+    roof = timing.measure_roofline("cpu", seconds=2.0)
+    assert sizes[0] == (1536, 1536) and sizes[-1] == ()
+    assert roof.flops_per_second == {"float32": 2 * 1536**3 / 0.25, "bfloat16": 2 * 1536**3 / 0.25}
+    assert roof.bytes_per_second == 256 * 2**20 / 0.25
+    assert roof.spread == {"float32": 3.0, "bfloat16": 3.0, "memory": 3.0}
+
+
+def test_runs_go_on_until_there_are_five_and_the_time_is_spent(monkeypatch):
+    seen = []
+
+    def fake_stopwatch(fn, device, runs, warmup):
+        seen.append(1)
+        return timing.Timing(0.1, 0.0, 1)
+
+    monkeypatch.setattr(timing, "stopwatch", fake_stopwatch)
+    timing._best(lambda: None, "cpu", 0.0)
+    assert len(seen) == 5
+    seen.clear()
+    timing._best(lambda: None, "cpu", 0.75)
+    assert len(seen) == 8
+
+
+def test_the_real_roofline_leaves_the_random_state_alone_and_is_plausible():
+    before = torch.get_rng_state()
+    roof = ll.measure_roofline("cpu", seconds=0.05)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(1e8 < peak < 1e15 for peak in roof.flops_per_second.values())
+    assert 1e8 < roof.bytes_per_second < 1e13

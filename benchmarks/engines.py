@@ -1,0 +1,151 @@
+"""Side by side on this machine: the course's engine, Hugging Face transformers, llama.cpp, on the same weights.
+
+    pip install -r benchmarks/requirements.txt
+    python benchmarks/engines.py
+
+Prefill (prompts of 128, 512 and 2048 tokens; every engine computes the output head for the last one only) and decode
+(32 tokens behind contexts of 32 and 512), one request at a time, with the same number of threads. The engines take
+turns within each round, so that a busy moment of the machine meets all of them alike; the table has medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import llm_lessons as ll
+from llm_lessons.classroom.style import this_machine
+from llm_lessons.download import SMOLLM2
+
+NEW_TOKENS = 32
+
+
+def random_ids(length: int) -> list[int]:
+    """Random words: what they say does not matter to the time they take."""
+    return torch.randint(1000, 40_000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+class Course:
+    """This course's engine: `ll.prefill`, then `ll.decode`."""
+
+    def __init__(self, path: Path, weights: str):
+        self.name, self.dtype = f"llm_lessons {weights}", weights
+        self.model, _ = ll.load_pretrained(path, weights=weights, device="cpu")
+        self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+
+    def seconds(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
+        """Seconds for the first token, and for each of the `new_tokens` after it."""
+        times = [s for _, s in ll.timed(ll.generate(self.model, ids, new_tokens + 1))]
+        return times[0], sum(times[1:]) / max(1, new_tokens)
+
+
+class Transformers:
+    """Hugging Face transformers: `generate`, with its own cache, reading the same GGUF file."""
+
+    def __init__(self, path: Path, weights: str):
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self.name, self.dtype = f"transformers {weights}", weights
+        self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
+                                                          dtype=getattr(torch, weights))
+        self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+
+    def _generate(self, ids: list[int], tokens: int) -> float:
+        inputs = torch.tensor([ids])
+        start = time.perf_counter()
+        self.model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens,
+                            min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - start
+
+    def seconds(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
+        first = self._generate(ids, 1)
+        return first, (self._generate(ids, new_tokens + 1) - first) / new_tokens if new_tokens else 0.0
+
+
+class LlamaCpp:
+    """llama.cpp on the file as it is (4-bit linear layers, 8-bit embedding), by its own clock."""
+
+    name, dtype = "llama.cpp Q4_1", None
+
+    def __init__(self, path: Path):
+        import xllamacpp
+
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(path)
+        settings.n_ctx, settings.n_parallel, settings.warmup, settings.verbosity = 2304, 1, False, -1
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+        self.server, self.weight_bytes = xllamacpp.Server(settings), path.stat().st_size
+
+    def seconds(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
+        times = self.server.handle_completions({"prompt": ids, "n_predict": new_tokens + 1, "temperature": 0.0,
+                                                "cache_prompt": False, "ignore_eos": True})["timings"]
+        return times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3 / max(1, new_tokens)
+
+
+def flops(config: ll.ModelConfig, tokens: int) -> float:
+    """Operations of one prefill: 2 for each weight and token, causal attention, the head for the last token."""
+    layer = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads) + 3 * config.hidden * config.ffn
+    attention = 4 * config.heads * config.head_dim * tokens * (tokens + 1) / 2
+    return config.layers * (2 * layer * tokens + attention) + 2 * config.hidden * config.vocab
+
+
+def measure(engines: list, prompts: list[int], contexts: list[int], rounds: int) -> dict:
+    """(engine, job, length) -> median seconds, prefill of the whole prompt or decode of one token."""
+    found: dict = {}
+    for turn in range(rounds + 1):  # the first round warms up
+        for job, lengths in (("prefill", prompts), ("decode", contexts)):
+            for length in lengths:
+                for engine in engines:
+                    first, each = engine.seconds(random_ids(length), NEW_TOKENS if job == "decode" else 0)
+                    if turn:
+                        found.setdefault((engine.name, job, length), []).append(first if job == "prefill" else each)
+        print(f"round {turn} of {rounds}" + (" (warm-up)" if turn == 0 else ""), file=sys.stderr, flush=True)
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
+
+
+def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline) -> str:
+    """A row for each engine and measurement: tokens/s, the ratio to transformers float32, the share of the roof."""
+    lines = ["| job | tokens | engine | tokens/s | × transformers float32 | share of the peak |",
+             "|---|---|---|---|---|---|"]
+    for job, length in dict.fromkeys(key[1:] for key in found):
+        for engine in engines:
+            seconds = found[engine.name, job, length]
+            rate = (length if job == "prefill" else 1) / seconds
+            other = found.get(("transformers float32", job, length))
+            ratio = f"{other / seconds:.2f}" if other else ""
+            if job == "decode":
+                share = f"{engine.weight_bytes / seconds / roof.bytes_per_second:.0%} of bandwidth (weights alone)"
+            else:
+                peak = roof.flops_per_second.get(engine.dtype)
+                share = f"{flops(config, length) / seconds / peak:.0%} of {engine.dtype} arithmetic" if peak else ""
+            lines.append(f"| {job} | {length} | {engine.name} | {rate:.1f} | {ratio} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[32, 512])
+    options = parser.parse_args()
+    path = SMOLLM2.fetch() / next(iter(SMOLLM2.files))
+    ll.set_threads()
+    roof = ll.measure_roofline("cpu")
+    engines = [Course(path, "float32"), Course(path, "bfloat16"), Transformers(path, "float32"),
+               Transformers(path, "bfloat16"), LlamaCpp(path)]
+    found = measure(engines, options.prompts, options.contexts, options.rounds)
+    peaks = ", ".join(f"{name} {peak / 1e9:.0f} GFLOP/s" for name, peak in roof.flops_per_second.items())
+    print(f"{this_machine()}, {time.strftime('%Y-%m-%d')}; peaks measured just before: {peaks}, "
+          f"memory {roof.bytes_per_second / 1e9:.1f} GB/s\n")
+    print(table(found, engines, engines[0].model.config, roof))
+
+
+if __name__ == "__main__":
+    main()
