@@ -5,6 +5,7 @@ nothing is installed that is already there. Works on Linux, macOS and Windows wi
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -33,6 +34,7 @@ def install(requirements: str) -> None:
         try:
             venv.create(ENVIRONMENT, with_pip=True)
         except subprocess.CalledProcessError:
+            shutil.rmtree(ENVIRONMENT, ignore_errors=True)  # without pip it is of no use, and would pass for finished
             sys.exit("this Python cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv")
     print(f"installing {requirements} (a few minutes the first time; PyTorch is large)", flush=True)
     run(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", requirements)
@@ -46,10 +48,13 @@ def main(arguments: list) -> None:
         install("tests/requirements.txt")
         run(PYTHON, "-m", "llm_lessons", "--fetch")
         run(PYTHON, "-m", "pytest")
+    elif arguments in (["-h"], ["--help"]):
+        print(__doc__)
     elif not arguments:
         install("requirements.txt")
         run(PYTHON, "-m", "llm_lessons", "--fetch")
-        run(PYTHON, "-m", "jupyterlab", ROOT / "notebooks" / "00_two_jobs.ipynb")
+        # Served from the course's folder, not from notebooks/: links to the package and the README then work.
+        run(PYTHON, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/notebooks/00_two_jobs.ipynb")
     else:
         sys.exit(__doc__)
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except (DownloadError, FileNotFoundError, ValueError) as error:
+    except (DownloadError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -47,6 +47,7 @@ def answer(prompt: str, name: str, max_new_tokens: int) -> None:
     """Stream the answer to standard output, then the times of both jobs; an interrupted answer has times, too."""
     model, tokenizer = load_pretrained(name)
     ids = tokenizer.chat([{"role": "user", "content": prompt}])
+    list(generate(model, ids, 2))  # the first pass of all sets up memory and threads: it is not what is timed
     generation = generate(model, ids, max_new_tokens, stop_ids=tokenizer.stop_ids)
     seconds: list[float] = []
 

@@ -5,6 +5,7 @@ Sennrich et al. 2016 (arXiv:1508.07909) did it on characters; GPT-2 (2019) on by
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -22,7 +23,10 @@ def pre_split(text: str, pattern: str = GPT2_PATTERN) -> list[str]:
 
     Merging never crosses a cut, so no token is the end of one word and the start of the next.
     """
-    return [match[0] for match in regex.finditer(pattern, text)]
+    pieces = [match[0] for match in regex.finditer(pattern, text)]
+    if sum(map(len, pieces)) != len(text):
+        raise ValueError(f"the pattern {pattern!r} leaves out parts of the text: it must match every character")
+    return pieces
 
 
 def count_pairs(ids: Sequence[int]) -> Counter[Pair]:
@@ -80,7 +84,7 @@ class BPETokenizer:
         Training stops early when every piece has become one token; an empty text gives the 256 bytes and no merges.
         Raises ValueError for a `vocab_size` below 256.
         """
-        if vocab_size < 256:
+        if not isinstance(vocab_size, int) or vocab_size < 256:
             raise ValueError(f"vocab_size must be at least 256, one token for each byte, not {vocab_size}")
         ids, weight = [], []  # every different piece once, and at each of its positions how often the text has it
         for piece, n in Counter(pre_split(text, pattern)).items():
@@ -188,8 +192,8 @@ class BPETokenizer:
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of one token: often a word, sometimes only a part of a character."""
         try:
-            return self.tokens[int(token)]
-        except KeyError:
+            return self.tokens[operator.index(token)]
+        except (KeyError, TypeError):
             raise ValueError(f"id {token} is not in this vocabulary of {self.vocab} tokens") from None
 
 

@@ -135,7 +135,7 @@ def _bytes_in(folder: Path, most: int) -> int:
 
 def cache_folder() -> Path:
     """Where fetched files are kept: LLM_LESSONS_CACHE, or the system's own folder for caches."""
-    return Path(os.environ.get("LLM_LESSONS_CACHE") or platformdirs.user_cache_dir("llm-lessons")).expanduser()
+    return Path(os.path.expanduser(os.environ.get("LLM_LESSONS_CACHE") or platformdirs.user_cache_dir("llm-lessons")))
 
 
 def file_sha256(path: Path) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .kv_cache import KVCache
+from .kv_cache import KVCache, whole_number
 from .model import Model, check_ids
 from .sampling import Sampler
 
@@ -36,9 +37,21 @@ def prefill(model: Model, ids, cache: KVCache, chunk: int = CHUNK) -> Tensor:
 @torch.no_grad()
 def decode(model: Model, token: int, cache: KVCache) -> Tensor:
     """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
+    token = _token_id(token, model.config.vocab)
     logits = model([token], cache)
     _remember(cache, [token])
     return logits[0]
+
+
+def _token_id(token, vocab: int) -> int:
+    """A token as a plain number: a tensor, which many samplers return, is never equal to a stop id in a set."""
+    try:
+        number = operator.index(token)
+    except (TypeError, ValueError):
+        number = -1
+    if isinstance(token, bool) or not 0 <= number < vocab:
+        raise ValueError(f"a token is one id from 0 to {vocab - 1}, not {token!r}")
+    return number
 
 
 def _remember(cache: KVCache, ids: list[int]) -> None:
@@ -85,7 +98,7 @@ class Generation:
         prompt = ids.tolist()
         known = keep_shared_prefix(cache, prompt)
         logits = prefill(model, ids[known:], cache)
-        while (token := sampler(logits, prompt + self.tokens)) not in stop_ids:
+        while (token := _token_id(sampler(logits, prompt + self.tokens), model.config.vocab)) not in stop_ids:
             self.tokens.append(token)
             yield token
             if len(self.tokens) == max_new_tokens:
@@ -107,11 +120,11 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     Raises ValueError at once when the prompt does not fit the cache or the context window. A prompt that fits is
     continued until the cache or the context window is full.
     """
-    ids, context = check_ids(ids, model.config.vocab), model.config.context
+    ids, context = check_ids(ids, model.config.vocab).clone(), model.config.context
     if ids.dim() != 1:
         raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+    stop_ids = {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
     if cache is not None and len(cache.lengths) != 1:
         raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of {len(cache.lengths)}")
     room = context if cache is None else min(cache.capacity, context)
@@ -121,7 +134,8 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
                          f"one")
     max_new_tokens = min(max_new_tokens, room - len(ids) + 1)  # the last token needs no place in the cache
     cache = model.new_cache(len(ids) + max_new_tokens - 1) if cache is None else cache
-    sampler = sampler or Sampler()
-    if isinstance(sampler, Sampler):
-        sampler = sampler.restarted()
-    return Generation(model, ids, max_new_tokens, sampler, set(stop_ids), cache)
+    sampler = Sampler() if sampler is None else sampler
+    if not callable(sampler) or isinstance(sampler, type):
+        raise ValueError(f"a sampler is a function of logits and history, such as ll.Sampler(), not {sampler!r}")
+    sampler = sampler.restarted() if isinstance(sampler, Sampler) else sampler
+    return Generation(model, ids, max_new_tokens, sampler, stop_ids, cache)

@@ -73,7 +73,7 @@ class GGUFFile:
 
     def _read_config(self) -> ModelConfig:
         heads, hidden = self._required("llama.attention.head_count"), self._required("llama.embedding_length")
-        head_dim = self._field("llama.attention.key_length", hidden // heads)
+        head_dim = self._field("llama.attention.key_length", hidden // (heads or 1))
         for key, plain in (("llama.rope.dimension_count", head_dim), ("llama.rope.scaling.type", "none"),
                            ("llama.attention.value_length", head_dim), ("llama.expert_count", 0)):
             if (value := self._field(key, plain)) != plain:

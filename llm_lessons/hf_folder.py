@@ -85,7 +85,7 @@ class HuggingFaceFolder:
         return ModelConfig(
             layers=raw["num_hidden_layers"], hidden=raw["hidden_size"], heads=heads,
             kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, ffn=raw["intermediate_size"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // (heads or 1), ffn=raw["intermediate_size"],
             vocab=raw["vocab_size"], context=raw["max_position_embeddings"],
             tied=raw.get("tie_word_embeddings", False), norm_eps=raw["rms_norm_eps"],
             rope_base=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0))

@@ -13,8 +13,22 @@ Every cache answers to the same few names, and the model knows no others:
 
 from __future__ import annotations
 
+import operator
+import weakref
+
 import torch
 from torch import Tensor
+
+
+def whole_number(name: str, value, least: int = 1) -> int:
+    """`value` as an int (numpy's are welcome), or a ValueError that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return number
 
 
 class KVCache:
@@ -22,15 +36,13 @@ class KVCache:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
-        for name, value in (("capacity", capacity), ("batch", batch)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-        self.capacity = capacity
+        self.capacity, batch = whole_number("capacity", capacity), whole_number("batch", batch)
         # Zeros, not empty memory: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
-        self.keys = torch.zeros(layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.keys = torch.zeros(layers, batch, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = [0] * batch
         self.tokens: list[int] = []  # the ids behind the first positions, as far as prefill and decode wrote them
+        self.model: weakref.ref | None = None  # whose keys and values these are; another model's would be nonsense
         self._new: list[int] | None = None  # tokens announced by reserve, not yet counted by advance
 
     @property
@@ -47,19 +59,22 @@ class KVCache:
         """Announce new[row] tokens for each row. Raises ValueError, with nothing written, when a row has no room."""
         if len(new) != len(self.lengths):
             raise ValueError(f"this cache holds {len(self.lengths)} sequences, and {len(new)} were given")
-        if min(new) < 0:
-            raise ValueError(f"a row gets 0 tokens or more, not {min(new)}: truncate(n) takes tokens away")
+        new = [whole_number("the number of new tokens in a row", more, 0) for more in new]
         for row, (length, more) in enumerate(zip(self.lengths, new)):
             if length + more > self.capacity:
                 raise ValueError(f"row {row} of the cache holds {length} tokens, and {more} more do not fit in its "
                                  f"capacity of {self.capacity}: make a larger one with model.new_cache(capacity)")
-        self._new = list(new)
+        self._new = new
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [batch, kv_heads, n, head_dim] of a layer -> all its keys and values, [.., total, head_dim].
 
         Only the announced tokens of a row are stored (all n when nothing was announced); padding is not.
         """
+        ours = (self.keys.shape[1], self.keys.shape[2], self.keys.shape[4], self.keys.dtype)
+        if layer >= len(self.keys) or ours != (k.shape[0], k.shape[1], k.shape[3], k.dtype):
+            raise ValueError(f"keys {list(k.shape)} of {k.dtype} for layer {layer} do not fit this cache of "
+                             f"{list(self.keys.shape)}, {self.keys.dtype}: make one with model.new_cache(capacity)")
         if self._new is None:
             self.reserve([k.shape[2]] * k.shape[0])
         if len(set(self.lengths)) == len(set(self._new)) == 1:  # all rows alike: one slice
@@ -88,17 +103,19 @@ class KVCache:
 
     def advance(self, new: int | list[int]) -> None:
         """Count the new tokens: `new` for every row, or new[row]."""
-        new = [new] * len(self.lengths) if isinstance(new, int) else list(new)
-        self.reserve(new)
-        self.lengths = [length + more for length, more in zip(self.lengths, new)]
+        self.reserve(list(new) if isinstance(new, (list, tuple)) else [new] * len(self.lengths))
+        self.lengths = [length + more for length, more in zip(self.lengths, self._new)]
         self._new = None
 
     def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens of every row that has more."""
-        if n < 0 or n > max(self.lengths):
-            raise ValueError(f"cannot keep {n} tokens of a cache that holds {max(self.lengths)}")
-        self.lengths = [min(length, n) for length in self.lengths]
+        """Forget all but the first n tokens of every row that has more; nothing of the others is left in memory."""
+        n, held = whole_number("the number of tokens to keep", n, 0), max(self.lengths)
+        if n > held:
+            raise ValueError(f"cannot keep {n} tokens of a cache that holds {held}")
         del self.tokens[n:]
+        self.lengths = [min(length, n) for length in self.lengths]
+        self.keys[:, :, :, n:held] = 0
+        self.values[:, :, :, n:held] = 0
         self._new = None
 
     def _total(self) -> int:

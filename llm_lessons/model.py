@@ -10,13 +10,14 @@ new), H query heads, G key/value heads, D numbers per head, C hidden size, V voc
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kv_cache import KVCache
+from .kv_cache import KVCache, whole_number
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for name in ("rope_base", "norm_eps"):
+            if not isinstance(getattr(self, name), (int, float)) or not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.head_dim % 2:
@@ -189,10 +191,12 @@ class Model(nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens each."""
-        c = self.config
+        c, capacity = self.config, whole_number("capacity", capacity)
         if capacity > c.context:
             raise ValueError(f"a cache of {capacity} tokens is longer than this model's context window of {c.context}")
-        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, self.norm.weight.dtype, self.device)
+        cache = KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, self.norm.weight.dtype, self.device)
+        cache.model = weakref.ref(self)
+        return cache
 
     def forward(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
         """Logits for the token after each given one.
@@ -214,6 +218,8 @@ class Model(nn.Module):
         if longest > self.config.context:
             raise ValueError(f"{longest} tokens are more than this model's context window of {self.config.context}")
         if cache is not None:
+            if cache.model is not None and cache.model() is not self:
+                raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
             cache.reserve(lengths)
 
         positions = torch.tensor(past, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from .download import SMOLLM2
 from .gguf_file import GGUFFile
 from .hf_folder import HuggingFaceFolder
 from .model import Model
-from .timing import best_device, set_threads
+from .timing import best_device, check_device, set_threads
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,8 +32,9 @@ def load_pretrained(name: str | Path = "smollm2-135m", weights: str = "float32",
     """
     if weights not in DTYPES:
         raise ValueError(f"weights must be one of {', '.join(DTYPES)}, not {weights!r}")
+    device = best_device() if device is None else check_device(device)
+    checkpoint = open_checkpoint(name)
     set_threads()
-    checkpoint, device = open_checkpoint(name), best_device() if device is None else torch.device(device)
     return build(checkpoint, DTYPES[weights], device), checkpoint.tokenizer
 
 
@@ -45,11 +47,14 @@ def open_checkpoint(name: str | Path) -> GGUFFile | HuggingFaceFolder:
     """The reader for a name, as `load_pretrained` understands it."""
     if name == SMOLLM2.name:
         return GGUFFile(SMOLLM2.fetch() / next(iter(SMOLLM2.files)))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return HuggingFaceFolder(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return GGUFFile(path)
+    try:
+        path = Path(os.path.expanduser(name))
+        if path.is_dir():
+            return HuggingFaceFolder(path)
+        if path.suffix == ".gguf" and path.is_file():
+            return GGUFFile(path)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the files of {name!r} are not as expected ({type(error).__name__}: {error})") from error
     raise FileNotFoundError(f"there is no model {str(name)!r}: pass {SMOLLM2.name!r}, a folder with config.json, or a "
                             f".gguf file")
 

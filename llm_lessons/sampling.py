@@ -7,9 +7,10 @@ by default applies the temperature last, which keeps more tokens below temperatu
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,13 +34,12 @@ class Sampler:
     seed: int | None = None
 
     def __post_init__(self):
-        self._require("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a number from 0 up")
-        self._require("top_k", self.top_k is None or (self.top_k >= 0 and self.top_k % 1 == 0),
-                      "a whole number from 1 up, or None (or 0) for no limit")
-        self._require("top_p", self.top_p is None or 0 <= self.top_p <= 1, "between 0 and 1, or None")
-        self._require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1, or None")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 changes nothing)")
-        self._require("seed", self.seed is None or (-2**63 <= self.seed < 2**64 and self.seed % 1 == 0),
+        self._require("temperature", lambda t: t >= 0 and math.isfinite(t), "a number from 0 up")
+        self._require("top_k", lambda k: k is None or (k >= 0 and k % 1 == 0), "a whole number, or None (or 0) for all")
+        self._require("top_p", lambda p: p is None or 0 <= p <= 1, "between 0 and 1, or None")
+        self._require("min_p", lambda p: p is None or 0 <= p <= 1, "between 0 and 1, or None")
+        self._require("repetition_penalty", lambda r: 1e-6 < r < 1e6, "above 0 (1 changes nothing)")
+        self._require("seed", lambda s: s is None or (-2**63 <= s < 2**64 and s % 1 == 0),
                       "a whole number of at most 64 bits, or None")
         self._generator = torch.Generator()
         if self.seed is None:
@@ -47,13 +47,20 @@ class Sampler:
         else:
             self._generator.manual_seed(int(self.seed))
 
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+    def _require(self, name: str, holds: Callable, wanted: str) -> None:
+        value = getattr(self, name)
+        try:
+            good = not isinstance(value, bool) and bool(holds(value))
+        except (TypeError, OverflowError, ValueError, RuntimeError):
+            good = False
+        if not good:
+            raise ValueError(f"{name} must be {wanted}, not {value!r}")
 
     def restarted(self) -> Sampler:
         """The same settings with the generator back at its seed (without a seed: at a new random state)."""
-        return replace(self)
+        fresh = copy.copy(self)
+        Sampler.__post_init__(fresh)
+        return fresh
 
     def __call__(self, logits: Tensor, history: Sequence[int] = ()) -> int:
         """logits [vocab] -> a token id. `history` (prompt and answer so far) serves the repetition penalty alone."""
@@ -86,6 +93,7 @@ class Sampler:
 
 def check_logits(logits: Tensor) -> Tensor:
     """The logits as float64 on the CPU, or a ValueError: nothing can be drawn from NaN, or where no token can be."""
+    logits = torch.as_tensor(logits)
     if logits.dim() != 1 or logits.numel() == 0:
         raise ValueError(f"a sampler takes the logits [vocab] of one token, not a tensor of shape {list(logits.shape)}")
     scores = logits.detach().to("cpu", torch.float64)
@@ -102,6 +110,8 @@ def penalize(scores: Tensor, history: Sequence[int], penalty: float) -> Tensor:
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
     """
     seen = torch.tensor(sorted(set(history)), dtype=torch.long)
+    if len(seen) and not 0 <= int(seen[0]) <= int(seen[-1]) < len(scores):
+        raise ValueError(f"the history has ids from {seen[0]} to {seen[-1]}, the logits only 0 to {len(scores) - 1}")
     old = scores[seen]
     return scores.index_put((seen,), torch.where(old > 0, old / penalty, old * penalty))
 

@@ -19,6 +19,16 @@ def best_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, or a ValueError that says which there are: "cuda" without a GPU fails late, and in other words."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise ValueError(f"the device {device!r} is not here ({str(error).splitlines()[0][:80]}): use 'cpu', or leave "
+                         f"it out for {best_device().type!r}, the fastest here") from None
+    return torch.device(device)
+
+
 def synchronize(device: torch.device | str) -> None:
     """Wait until the device has done all it was told to do. GPUs run behind the program; the CPU never does."""
     kind = torch.device(device).type

@@ -7,6 +7,7 @@ inside each piece, most frequent pair of the training text first. `tiktoken` doe
 from __future__ import annotations
 
 import codecs
+import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
 
@@ -69,8 +70,8 @@ class Tokenizer:
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of one token: often a word, sometimes only a part of a character."""
         try:
-            return self.encoding.decode_single_token_bytes(int(token))
-        except (KeyError, OverflowError):
+            return self.encoding.decode_single_token_bytes(operator.index(token))
+        except (KeyError, OverflowError, TypeError):
             raise ValueError(f"id {token} is not in this vocabulary of {self.vocab} tokens") from None
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -115,7 +116,9 @@ class Tokenizer:
     def _check(self, text: str) -> None:
         """Refuse, with a ValueError, what tiktoken would drop, replace or break down on."""
         try:
-            missing = self._missing and set(text.encode()).intersection(self._missing)
+            missing = set(text.encode()).intersection(self._missing)
+        except AttributeError:
+            raise ValueError(f"text must be a str, not {type(text).__name__}: decode bytes first") from None
         except UnicodeEncodeError as error:
             raise ValueError(f"character {text[error.start]!r} at position {error.start} is half of a surrogate pair, "
                              f"not text: decode the input properly first") from None

@@ -114,7 +114,8 @@ def test_decode_feeds_one_token_and_generate_one_for_each_step_but_the_last(monk
 
 
 def test_neither_job_builds_a_graph():
-    model, cache = tiny_model().requires_grad_(True), MODEL.new_cache(9)
+    model = tiny_model().requires_grad_(True)
+    cache = model.new_cache(9)
     assert model(PROMPT).requires_grad  # the model itself may be trained
     assert not ll.prefill(model, PROMPT, cache).requires_grad and not ll.decode(model, 1, cache).requires_grad
     assert not cache.keys.requires_grad
@@ -199,10 +200,13 @@ def failed_in_the_sampler(cache):
 
 
 def failed_in_the_model(cache):
-    broken, steps = tiny_model(), iter(range(9))
-    broken.blocks[1].register_forward_hook(lambda *_: 1 / (6 - next(steps)) and None)
-    with pytest.raises(ZeroDivisionError):
-        list(ll.generate(broken, random_ids(7, seed=7), 9, cache=cache))
+    steps = iter(range(9))
+    hook = MODEL.blocks[1].register_forward_hook(lambda *_: 1 / (6 - next(steps)) and None)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            list(ll.generate(MODEL, random_ids(7, seed=7), 9, cache=cache))
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("end", [exhausted, closed_early, dropped, failed_in_the_sampler, failed_in_the_model])
