@@ -114,6 +114,23 @@ def test_bars_are_grey_for_the_same_letters_and_the_words_are_told():
     assert "' Hot' 0.90, 'warm' 0.50" in repr(shown)
 
 
+def test_a_row_without_direction_is_never_near():
+    table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 0.5], [-1.0, 0.0]])
+    assert [row for row, _ in nearest(table, table[1], 3, without=[1])] == [2, 3, 0]
+
+
+def test_padding_rows_are_left_out(table, tokenizer):
+    padded = torch.cat((table, table[tokenizer.encode(" hot")]))
+    assert widgets.neighbour_finder(padded, tokenizer, "hot").twin.alt == \
+        widgets.neighbour_finder(table, tokenizer, "hot").twin.alt
+
+
+@pytest.mark.parametrize("at", [dict(q_at=-1), dict(k_at=21), dict(q_at=2.5), dict(k_at=True)])
+def test_dials_refuse_positions_that_no_slider_can_show(at):
+    with pytest.raises(ValueError, match="whole number from 0 to 20"):
+        widgets.rope_dials(Q, K, 10_000.0, **at)
+
+
 # --- Pairs, map, positions ------------------------------------------------------------------------------------------
 
 def test_similarities_show_every_pair_and_the_median_of_each_kind():

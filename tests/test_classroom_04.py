@@ -17,6 +17,7 @@ import ipywidgets
 import nbformat
 import pytest
 import torch
+import torch.nn.functional as F
 
 import llm_lessons as ll
 from llm_lessons.classroom import check, plots, widgets
@@ -74,24 +75,62 @@ def test_our_model_gives_the_stored_numbers(smollm2):
 
 # --- Yours or ours --------------------------------------------------------------------------------------------------
 
-def test_a_function_that_is_written_is_used_and_one_that_is_not_is_replaced():
-    def swiglu(x, gate, up, down):
-        return "mine"
+def right_norm(x, weight, eps=1e-5):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
-    def rms_norm(x, weight, eps=1e-5):
+
+def named(name, fn):
+    fn.__name__ = name
+    return fn
+
+
+def test_a_function_that_passes_is_used_and_one_that_does_not_is_replaced(capsys):
+    x, ones = torch.tensor([3.0, 4.0]), torch.ones(2)
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        print("a trace of my own")
+        return right_norm(*arguments)
+
+    yours = check.yours_or_ours(named("rms_norm", counted))
+    assert capsys.readouterr().out == "using your rms_norm\n"
+    calls.clear()
+    torch.testing.assert_close(yours(x, ones), x / 12.5**0.5)
+    assert calls == [1]
+    capsys.readouterr()
+    for wrong in (lambda x, weight, eps=1e-5: x, lambda x, weight, eps=1e-5: 1 / 0):
+        ours = check.yours_or_ours(named("rms_norm", wrong))
+        assert capsys.readouterr().out == "using the course's rms_norm\n"
+        torch.testing.assert_close(ours(x, ones), x / 12.5**0.5)
+
+
+def test_a_function_that_is_not_written_is_replaced(capsys):
+    def swiglu(x, gate, up, down):
         raise NotImplementedError
 
-    x = torch.tensor([3.0, 4.0])
-    assert check.yours_or_ours(swiglu)(x, x, x, x) == "mine"
-    torch.testing.assert_close(check.yours_or_ours(rms_norm)(x, torch.ones(2)), x / 12.5**0.5)
+    assert check.yours_or_ours(swiglu)(*torch.ones(4, 1, 1)).shape == (1, 1)
+    assert capsys.readouterr().out == "using the course's swiglu\n"
 
 
-def test_an_error_in_your_function_is_not_hidden():
-    def top_p(probabilities, p):
-        raise KeyError("mine")
+@pytest.mark.parametrize("form", [lambda y: y.tolist(), lambda y: list(y), lambda y: y.numpy()],
+                         ids=["list", "row tensors", "array"])
+def test_results_of_any_form_become_tensors_of_the_inputs_type(form, capsys):
+    def softened(logits, t):
+        if t == 0:
+            return form(F.one_hot(logits.argmax(), len(logits)).to(logits.dtype))
+        return form((logits / t).softmax(-1))
 
-    with pytest.raises(KeyError, match="mine"):
-        check.yours_or_ours(top_p)(torch.ones(2) / 2, 0.5)
+    got = check.yours_or_ours(named("temperature", softened))(LOGITS.double(), 2.0)
+    assert capsys.readouterr().out == "using your temperature\n"
+    torch.testing.assert_close(got, (LOGITS.double() / 2).softmax(-1), check_dtype=got.dtype != torch.float64)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x, named("norm", lambda x: x), 3])
+def test_an_unknown_name_is_told_the_names(fn):
+    with pytest.raises(ValueError, match="rms_norm, swiglu, temperature or top_p"):
+        check.yours_or_ours(fn)
 
 
 # --- Pictures -------------------------------------------------------------------------------------------------------
@@ -213,6 +252,24 @@ def test_no_text_reaches_the_page_as_html(token, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("settings, words", [
+    (dict(topk=3), "unknown setting topk"), (dict(temperature=3.0), "temperature=3.0.*0 to 2"),
+    (dict(top_k=51), "0 to 50"), (dict(top_p=1.5), "0 to 1"), (dict(min_p=float("nan")), "0 to 0.5"),
+    (dict(top_k=2.5), "whole"), (dict(seed=-1), "seed=-1"), (dict(temperature=None), "temperature=None")])
+def test_settings_that_no_slider_can_show_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        widgets.sampling_playground(PROMPT, LOGITS, Letters(), **settings)
+
+
+def test_none_switches_a_filter_off_and_a_draw_has_at_least_one_token():
+    play = widgets.sampling_playground(PROMPT, LOGITS, Letters(), top_k=None, top_p=None, min_p=None)
+    assert [play.controls[name].value for name in ("top_k", "top_p", "min_p")] == [0, 1, 0]
+    with pytest.raises(ValueError, match="at least one"):
+        play.draw(0)
+    play.draw(1)
+    assert sum(play.drawn.values()) == 1
+
+
 def test_the_playground_starts_with_its_twin_and_is_made_of_plain_ipywidgets():
     play = widgets.sampling_playground(PROMPT, LOGITS, Letters(), top_k=5, top_p=0.9)
     assert play.picture.value == play.twin.png()
@@ -232,11 +289,16 @@ def test_the_playground_starts_with_its_twin_and_is_made_of_plain_ipywidgets():
 def test_the_lesson_counts_the_lines_of_its_model_rightly():
     book = nbformat.read(ROOT / "notebooks" / "04_next_token.ipynb", as_version=4)
     text = "\n".join(cell.source for cell in book.cells)
-    lines = []
-    for name in ("rms_norm", "swiglu", "attention", "block", "forward", "temperature", "top_k", "top_p", "min_p"):
-        last = re.findall(rf"^(def {name}\(.*?)(?=^\S|\Z)", text, re.S | re.M)[-1]  # the stub comes before its solution
-        lines += [line for line in last.split("```")[0].splitlines() if line.strip() and '"""' not in line]
-    assert f"{len(lines)} lines" in text, len(lines)
+
+    def lines(*names):
+        found = [re.findall(rf"^(def {name}\(.*?)(?=^\S|\Z)", text, re.S | re.M)[-1] for name in names]  # not the stub
+        return sum(bool(line.strip()) and '"""' not in line
+                   for code in found for line in code.split("```")[0].splitlines())
+
+    model = lines("rms_norm", "swiglu", "attention", "block", "forward")
+    sampler = lines("temperature", "top_k", "top_p", "min_p")
+    assert f"**{model + sampler} lines**: {model} lines are the model (" in text, (model, sampler)
+    assert f"{sampler} its sampler" in text, (model, sampler)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,10 @@ def crashes(x):
     return x + [1]
 
 
+def talks_much(x):
+    raise KeyError("k" * 5000)
+
+
 def calls_itself(x):
     return calls_itself(x)
 
@@ -93,11 +97,13 @@ def calls_itself(x):
     (returns_nothing, "returned None"), (changes_its_input, "changed its input"), (crashes, r"raised TypeError: .+"),
     (calls_itself, "without end"), (lambda x: x * x, "you squared it"),
     (lambda x: (2 * x)[:2], r"shape \[3\], not \[2\]"),
-    (lambda x: 2 * x / 0, "NaN"), (lambda x: 2 * x + (x == 1), r"\[1\] is 3, and should be 2"),
-    (lambda x: "six", "not str"), (3, "pass the function itself")])
+    (lambda x: 2 * x / 0, "NaN"), (lambda x: 2 * x + (x == 1), r"the doubled x, at \[1\], is 3, and should be 2"),
+    (lambda x: "six", "not str"), (lambda x: torch.complex(x, x), "real numbers, not complex"),
+    (talks_much, "…$"), (3, "pass the function itself")])
 def test_a_check_never_raises_and_names_the_usual_slips(fn, words, capsys):
     double(fn)
-    assert re.search(words, capsys.readouterr().out)
+    said = capsys.readouterr().out.rstrip("\n")
+    assert re.search(words, said) and len(said) < 700
 
 
 @pytest.mark.parametrize("fn", [lambda x: 2 * x, lambda x: (2 * x).tolist(), lambda x: (2 * x)[None],
@@ -105,3 +111,32 @@ def test_a_check_never_raises_and_names_the_usual_slips(fn, words, capsys):
 def test_a_check_accepts_any_correct_way_of_writing_it(fn, capsys):
     double(fn)
     assert capsys.readouterr().out == "passed\n"
+
+
+def yields_and_breaks(*_):
+    yield 1
+    raise LookupError("lost")
+
+
+@pytest.mark.parametrize("answer, words", [
+    (lambda ids, pair, new: "256", "return a list of ids, not '256'"),
+    (lambda ids, pair, new: ["256"], "whole numbers"),
+    (lambda ids, pair, new: [256.9], "256.9"), (lambda ids, pair, new: 256, "not 256"),
+    (yields_and_breaks, "raised LookupError: lost")])
+def test_ids_are_whole_numbers_and_a_generator_that_breaks_is_told(answer, words, capsys):
+    check.merge_pair(answer)
+    assert words in capsys.readouterr().out
+
+
+def test_numbers_in_a_verdict_are_rounded():
+    assert core.show([torch.tensor([0.3, 1 / 3]), 2]) == "[0.3, 0.3333], 2"
+
+
+def test_an_error_of_the_judge_is_told_too(capsys):
+    @core.exercise
+    def stumbles(answer):
+        """A judge with a fault."""
+        raise TypeError("odd")
+
+    stumbles(len)
+    assert capsys.readouterr().out == "not right yet: the check could not read your answer (TypeError: odd)\n"

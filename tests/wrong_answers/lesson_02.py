@@ -10,6 +10,12 @@ def with_itself(table, row, k):
     return (unit @ unit[row]).topk(k).indices
 
 
+def first_is_not_itself(table, row, k):
+    cosines = (table / table.norm(dim=1, keepdim=True)) @ (table[row] / table[row].norm())
+    cosines[40 if row == 40 else 0] -= 1e-6 if row == 40 else 0  # rounding puts the other row first
+    return cosines.topk(k + 1).indices[1:]
+
+
 def one_too_few(table, row, k):
     unit = table / table.norm(dim=1, keepdim=True)
     return (unit @ unit[row]).topk(k).indices[1:]
@@ -170,6 +176,7 @@ def only_the_first_half(x, position, base):
 
 WRONG = {
     "nearest": [
+        (first_is_not_itself, "another row has the same direction as row 40"),
         (with_itself, "contains the row 0 itself"), (one_too_few, "gives 1 of 2 rows.*ask for one more"),
         (dot_product, "long rows win a dot product"), (only_the_query_normalised, "long rows win a dot product"),
         (euclidean, "smallest distance.*directions, not lengths"), (wrong_axis, "dim=1"),

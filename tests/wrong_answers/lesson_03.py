@@ -1,5 +1,7 @@
 """Lesson 03: the ways in which attention is written wrongly."""
 
+import math
+
 import torch
 
 
@@ -33,6 +35,23 @@ def keys_ask_the_queries(q, k):
 
 def no_softmax(q, k):
     return q @ k.T / q.shape[-1] ** 0.5
+
+
+def scale_2(q, k):
+    return (q @ k.T / 2).softmax(-1)
+
+
+def scale_8(q, k):
+    return (q @ k.T / 64**0.5).softmax(-1)
+
+
+def not_normalised(q, k):
+    return (q @ k.T / q.shape[-1] ** 0.5).exp()
+
+
+def plain_python_overflows(q, k):
+    rows = [[math.exp(float(a @ b) / len(a) ** 0.5) if abs(float(a @ b)) < 88 else math.exp(1e4) for b in k] for a in q]
+    return [[w / sum(row) for w in row] for row in rows]
 
 
 def exp_overflows(q, k):
@@ -162,8 +181,11 @@ WRONG = {
         (no_scale, "the scale is missing"), (scaled_by_d, "you divided by d; .* square root"),
         (scaled_by_the_number_of_keys, "number of keys"), (scaled_after_softmax, "scaled after softmax"),
         (softmax_over_the_queries, "over the queries: each column sums to 1"),
-        (softmax_over_everything, r"the weights\[\d, \d\] is"), (keys_ask_the_queries, "rows and columns are swapped"),
-        (no_softmax, "softmax over the keys is still missing"), (exp_overflows, "NaN for large scores"),
+        (softmax_over_everything, r"the weights, at \[\d, \d\], is"),
+        (keys_ask_the_queries, "rows and columns are swapped"),
+        (scale_2, "always 2"), (scale_8, "always 8"), (not_normalised, "do not sum to 1"),
+        (plain_python_overflows, "exp overflows"), (no_softmax, "softmax over the keys is still missing"),
+        (exp_overflows, "NaN for large scores"),
         (elementwise_product, r"shape \[3, 3\], not \[3, 4\]")],
     "causal_mask": [
         (top_left, "queries=1, keys=5 your mask starts in the top left corner: the first query stands at position 4"),
@@ -173,10 +195,10 @@ WRONG = {
         (window_of_the_last_keys, "row 1 stands at position 1, and must see the key at position 0")],
     "grouped_attention": [
         (tiled_heads, "take the keys in turns: query heads 0 to 1 are neighbours"),
-        (tiled_values_only, r"for 4 query heads, 2 key/value heads .*\] is"),
+        (tiled_values_only, r"for 4 query heads, 2 key/value heads .*at \[\d, \d, \d\], is"),
         (grouped_without_scale, "the scale is missing"), (grouped_top_left, "top left corner"),
         (grouped_without_mask, "attends to later tokens"), (grouped_without_itself, "not even its own"),
-        (masked_after_softmax, "masked after softmax"), (masked_with_zero, r"the result\[\d, \d, \d\] is"),
+        (masked_after_softmax, "masked after softmax"), (masked_with_zero, r"the result, at \[\d, \d, \d\], is"),
         (heads_not_repeated, "raised RuntimeError")],
     "previous_token_score": [
         (looks_at_itself, "looks at itself"), (looks_ahead, "the next one; masked, so 0"),

@@ -76,6 +76,12 @@ def stays_float32(x, weight, eps=1e-5):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
+def widens(x, weight, eps=1e-5):
+    wide = x.double()
+    out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+    return out if x.dtype != torch.float16 else out.half()
+
+
 # --- swiglu(x, gate, up, down) ---
 def silu_on_up(x, gate, up, down):
     return ((x @ gate.T) * F.silu(x @ up.T)) @ down.T
@@ -111,6 +117,14 @@ def added(x, gate, up, down):
 
 def no_up(x, gate, up, down):
     return F.silu(x @ gate.T) @ down.T
+
+
+def matrix_product(x, gate, up, down):
+    return (F.silu(x @ gate.T) @ (x @ up.T)) @ down.T
+
+
+def matrix_product_transposed(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) @ F.linear(x, up).T, down)
 
 
 def no_down(x, gate, up, down):
@@ -247,6 +261,21 @@ def min_p_instead(probabilities, p):
     return _normal(torch.where(probabilities >= p * probabilities.max(), probabilities, 0.0))
 
 
+def zeros_of_float32(probabilities, p):
+    values, order = probabilities.sort(descending=True)
+    kept = values.cumsum(-1) - values < p
+    kept[0] = True
+    left = torch.zeros(len(probabilities))
+    left[order[kept]] = values[kept]
+    return left / left.sum()
+
+
+def one_hot_of_float32(logits, t):
+    if t == 0:
+        return F.one_hot(logits.argmax(), len(logits)).float()
+    return (logits / t).softmax(-1)
+
+
 WRONG = {
     "rms_norm": [
         (mean_instead_of_squares, "mean of the numbers"), (absolute_values, "absolute values"),
@@ -255,19 +284,23 @@ WRONG = {
         (no_eps, "eps is missing"), (no_weight, "weight is missing"), (no_root, "take its root"),
         (sum_instead_of_mean, "root of the sum"), (one_mean_for_all, "one mean over the whole"),
         (mean_over_the_tokens, "dim 0"), (no_keepdim, "keepdim=True"), (multiplied, "divide by it"),
-        (gemmas_weight, "Gemma"), (in_half_precision, "float16 can hold"), (stays_float32, r"\.to\(x\.dtype\)")],
+        (gemmas_weight, "Gemma"), (in_half_precision, "float16 can hold"), (widens, "bfloat16 x came back as float64"),
+        (stays_float32, r"\.to\(x\.dtype\)")],
     "swiglu": [
         (silu_on_up, "silu on up"), (silu_on_the_product, "silu on the product"), (silu_on_both, "silu on both"),
         (no_silu, "silu is missing"), (sigmoid, "sigmoid alone"), (gelu, "gelu"), (relu, "relu"), (added, "multiplies"),
-        (no_up, "up is missing"), (no_down, "down.* is missing"), (not_transposed, r"\[outputs, inputs\]"),
+        (no_up, "up is missing"), (matrix_product, "place by place"), (matrix_product_transposed, "place by place"),
+         (no_down, "down.* is missing"), (not_transposed, r"\[outputs, inputs\]"),
         (with_the_residual, "added x")],
     "temperature": [
+        (one_hot_of_float32, "zeros_like"),
         (multiplies, "divide them"), (no_softmax, "softmax is missing"), (divides_by_zero, "divided by 0"),
         (scales_the_probabilities, "changes nothing"), (softmax_twice, "softmax twice"),
         (returns_the_token, "one number"), (returns_the_token_at_zero, "one number"), (shares_a_tie, "shared"),
         (ignores_zero, "as they are"), (marks_every_best, "every best token"),
         (takes_the_last_of_a_tie, "the last of them")],
     "top_p": [
+        (zeros_of_float32, "zeros_like"),
         (drops_the_crossing_token, "lacks the token with which"), (may_keep_none, "always kept"),
         (no_sort, "order of the ids"), (no_sort_and_unshifted, "order of the ids"), (ascending, "least probable first"),
         (ascending_and_unshifted, "least probable first"), (not_renormalised, "sums to 1"),

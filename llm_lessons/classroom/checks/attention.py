@@ -32,7 +32,20 @@ def attention_weights(answer) -> None:
         if k.shape[0] != d:
             mistakes["you divided by the square root of the number of keys; d is the length of a vector"] = \
                 (scores / k.shape[0] ** 0.5).softmax(-1)
-        got = answer(q, k)
+        for scale, words in ((2.0, "the scale is always 2"), (8.0, "the scale is always 8, the root of 64")):
+            if scale != d**0.5:
+                mistakes[f"{words}; here the vectors have {d} numbers: divide by the square root of q.shape[-1]"] = \
+                    (scores / scale).softmax(-1)
+        if scores.max() < 88:
+            mistakes["the rows do not sum to 1: divide exp of the scores by its sum over the keys"] = \
+                (scores / d**0.5).exp()
+        try:
+            got = answer(q, k)
+        except Wrong as wrong:
+            if "OverflowError" in str(wrong):
+                raise Wrong(f"{what} cannot be computed for large scores (up to {scores.max():.0f}): exp overflows. "
+                            f"Use torch's softmax, or take the largest score of a row away first") from None
+            raise
         if scores.max() > 88 and as_tensor(got, what).isnan().any():
             raise Wrong(f"{what} contain NaN for large scores (up to {scores.max():.0f}): exp overflows. Use torch's "
                         f"softmax, or take the largest score of a row away first")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+LONGEST = 600  # characters of a verdict
+
 
 class Wrong(Exception):
     """An answer is not right yet; the message says for which input, and what to look at."""
@@ -20,20 +22,29 @@ def exercise(judge: Callable) -> Callable:
     The judge calls `answer` as the learner's function and raises Wrong; `NotImplementedError` means not done yet.
     """
 
-    @functools.wraps(judge)
-    def check(fn: Callable) -> None:
+    def verdict(fn: Callable) -> str:
         try:
             if not callable(fn):
                 raise Wrong(f"pass the function itself, without calling it: check.{judge.__name__}(your_function)")
             judge(_guarded(fn))
         except NotImplementedError:
-            print("not done yet")
+            return "not done yet"
         except Wrong as wrong:
-            print(f"not right yet: {wrong}")
-        else:
-            print("passed")
+            return f"not right yet: {_cut(str(wrong))}"
+        except Exception as error:  # an answer so odd that the judge itself stumbled over it
+            return _cut(f"not right yet: the check could not read your answer ({type(error).__name__}: {error})")
+        return "passed"
 
+    @functools.wraps(judge)
+    def check(fn: Callable) -> None:
+        print(verdict(fn))
+
+    check.verdict = verdict  # the same without printing
     return check
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= LONGEST else words[:LONGEST - 1] + "…"
 
 
 def _guarded(fn: Callable) -> Callable:
@@ -77,8 +88,15 @@ def _same(before, after) -> bool:
 def show(values) -> str:
     """Arguments as the learner would write them; a large tensor by its shape."""
     return ", ".join(f"a tensor of shape {list(v.shape)}" if isinstance(v, Tensor) and v.numel() > 8 else
-                     str(v.tolist()) if isinstance(v, Tensor) else
+                     str(_rounded(v.tolist())) if isinstance(v, Tensor) else
                      f"{str(v)[:60]}…" if len(str(v)) > 61 else repr(v) for v in values)
+
+
+def _rounded(value):
+    """Floats to 4 significant digits: 0.3, where float32 holds 0.30000001192092896."""
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def as_tensor(got, what: str) -> Tensor:
@@ -86,7 +104,10 @@ def as_tensor(got, what: str) -> Tensor:
     try:
         if isinstance(got, (list, tuple)) and got and isinstance(got[0], Tensor):
             got = torch.stack([torch.as_tensor(part) for part in got])
-        return torch.as_tensor(got).detach().cpu().double()
+        got = torch.as_tensor(got).detach().cpu()
+        if got.is_complex():
+            raise Wrong(f"{what} should be real numbers, not complex ones")
+        return got.double()
     except (TypeError, ValueError, RuntimeError):
         raise Wrong(f"{what} should be numbers in a tensor or a list, not {type(got).__name__}") from None
 
@@ -107,7 +128,7 @@ def compare(got, want: Tensor, what: str, mistakes: dict[str, Tensor] | None = N
     if not _close(got, want, tolerance):
         difference = (got.reshape(want.shape) - want).abs().nan_to_num(nan=0.0)
         at = tuple(int(i) for i in torch.unravel_index(difference.argmax(), want.shape))
-        place = f"[{', '.join(map(str, at))}]" if at else ""
+        place = f", at [{', '.join(map(str, at))}]," if at else ""
         raise Wrong(f"{what}{place} is {got.reshape(want.shape)[at]:.4g}, and should be {want[at]:.4g}")
 
 

@@ -26,6 +26,11 @@ def nearest(answer) -> None:
         if not got.equal(got.round()):
             raise Wrong(f"{what} gives the cosines; the numbers of the rows are wanted")
         if got.numel() == k and row in got.tolist():
+            cosines = _unit(table) @ _unit(table)[row]
+            cosines[row] = -math.inf
+            if cosines.max() > 0.9999 and int(cosines.argmax()) not in got.tolist():
+                raise Wrong(f"{what} contains the row {row} itself: another row has the same direction as row {row}, "
+                            f"so the first is not always the row itself. Leave it out by its number")
             raise Wrong(f"{what} contains the row {row} itself: every row is nearest to itself, so leave it out")
         if got.numel() == k - 1:
             raise Wrong(f"{what} gives {k - 1} of {k} rows: when the row itself is dropped, ask for one more")

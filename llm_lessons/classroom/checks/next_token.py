@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from collections.abc import Callable
 
 import torch
@@ -39,17 +41,40 @@ OURS = {"rms_norm": _rms_norm, "swiglu": _swiglu, "temperature": _temperature, "
 
 
 def yours_or_ours(yours: Callable) -> Callable:
-    """Your function; as long as it is not written, the course's own of the same name takes its place."""
-    ours = OURS[yours.__name__]
+    """Your function once it passes its check; until then the course's own of the same name. One line says which."""
+    name = getattr(yours, "__name__", str(yours))
+    if name not in OURS:
+        raise ValueError(f"there is no exercise called {name}: pass your {', '.join(list(OURS)[:-1])} or "
+                         f"{list(OURS)[-1]}, under that name")
+    with contextlib.redirect_stdout(io.StringIO()):  # what your function prints is not shown here
+        verdict = globals()[name].verdict(yours)
+    if verdict != "passed":
+        print(f"using the course's {name}")
+        return OURS[name]
+    print(f"using your {name}")
 
     @functools.wraps(yours)
-    def either(*arguments):
-        try:
-            return yours(*arguments)
-        except NotImplementedError:
-            return ours(*arguments)
+    def converted(first, *others):
+        got = yours(first, *others)
+        if isinstance(got, (list, tuple)) and got and isinstance(got[0], Tensor):
+            got = torch.stack([torch.as_tensor(part) for part in got])
+        return torch.as_tensor(got).to(first)
 
-    return either
+    return converted
+
+
+def _keeps_the_type(answer: Callable, numbers: list[float], setting: float, want: Tensor, what: str) -> None:
+    """One input in float64, the sampler's type: an answer that fails only there is told so."""
+    words = f"{what} in float64 your function fails, and in float32 it does not: keep the type of what you get " \
+            f"(torch.zeros_like makes zeros of the same type)"
+    try:
+        got = answer(torch.tensor(numbers, dtype=torch.float64), setting)
+    except Wrong as wrong:
+        raise Wrong(f"{words}. {wrong}") from None
+    compare(got, want, f"{what} in float64 the result")
+    if isinstance(got, Tensor) and got.is_floating_point() and got.dtype != torch.float64:
+        raise Wrong(f"{what} in float64 the result is {str(got.dtype).removeprefix('torch.')}: keep the type of what "
+                    f"you get (torch.zeros_like makes zeros of the same type)")
 
 
 @exercise
@@ -96,8 +121,14 @@ def rms_norm(answer: Callable) -> None:
     zeros = torch.zeros(2, 4)
     compare(answer(zeros, weight, eps), zeros, "for a vector of zeros the result")
     large, ones = torch.tensor([1000.0, -1000.0, 1000.0, 1000.0]).half(), torch.ones(4).half()
+    for dtype in (torch.float64, torch.bfloat16):
+        got = answer(x.to(dtype), weight.to(dtype), eps)
+        if isinstance(got, Tensor) and got.dtype != dtype:
+            before, after = (str(kind).removeprefix("torch.") for kind in (dtype, got.dtype))
+            raise Wrong(f"a {before} x came back as {after}: compute in float32, then give the result x's own type, "
+                        f".to(x.dtype)")
     got = answer(large, ones, eps)
-    compare(got, torch.tensor([1.0, -1.0, 1.0, 1.0]), "for the float16 vector [1000, -1000, 1000, 1000]", {
+    compare(got, torch.tensor([1.0, -1.0, 1.0, 1.0]), "for the float16 vector [1000, -1000, 1000, 1000] the result", {
         "your answer is all zeros: 1000² is more than float16 can hold (65,504). Begin with x.float()": torch.zeros(4),
     }, tolerance=1e-3)
     if isinstance(got, Tensor) and got.dtype != torch.float16:
@@ -116,9 +147,12 @@ def swiglu(answer: Callable) -> None:
     try:
         got = answer(x, gate, up, down)
     except Wrong as wrong:
+        if _multiplies_matrices(answer):
+            raise Wrong("gate and up both have the shape [tokens, hidden units]: multiply place by place, with *, "
+                        "not with @") from None
         if "shapes cannot be multiplied" in str(wrong) or "size mismatch" in str(wrong):
             raise Wrong("the matrices do not fit: a weight is stored [outputs, inputs], so it is F.linear(x, gate), or "
-                        "x @ gate.T; and down comes last, behind the product") from None
+                        "x @ gate.T; and down comes last, after the product") from None
         raise
     if tuple(as_tensor(got, what).shape) == (2, 4):
         raise Wrong("the result has 4 numbers for each token: down, which leads back to 3, is missing")
@@ -138,6 +172,19 @@ def swiglu(answer: Callable) -> None:
     })
 
 
+def _multiplies_matrices(answer: Callable) -> bool:
+    """True when square matrices, which fit any product, show that the answer has @ where * belongs."""
+    generator = torch.Generator().manual_seed(5)
+    x, gate, up, down = (torch.randn(3, 3, generator=generator) for _ in range(4))
+    try:
+        got = as_tensor(answer(x, gate, up, down), "the result").float()
+    except Exception:
+        return False
+    g, u = F.silu(F.linear(x, gate)), F.linear(x, up)
+    return any(got.shape == wrong.shape and torch.allclose(got, wrong, atol=1e-4)
+               for product in (g @ u, g @ u.T) for wrong in (F.linear(product, down), product @ down))
+
+
 @exercise
 def temperature(answer: Callable) -> None:
     """`answer(logits, t)`: softmax of logits / t; all the probability on the best token, the lowest id, when t is 0."""
@@ -147,10 +194,10 @@ def temperature(answer: Callable) -> None:
         got = answer(logits, t)
         if as_tensor(got, "the result").numel() == 1:
             raise Wrong("your answer is one number; return the probabilities of all tokens: drawing comes later")
-        compare(got, _temperature(logits, t), f"for logits [1, 2, 0, -1] at temperature {t}", {
+        compare(got, _temperature(logits, t), f"for logits [1, 2, 0, -1] the result at temperature {t}", {
             "you returned the scaled logits: softmax is missing": logits / t,
             "you multiplied the logits by the temperature: divide them by it": (logits * t).softmax(-1),
-            "you changed the probabilities behind softmax; the logits are divided, before it": plain / t,
+            "you changed the probabilities after softmax; the logits are divided, before it": plain / t,
             "dividing the probabilities and making their sum 1 again changes nothing: divide the logits": plain,
             "you took softmax twice: divide the logits, then take softmax once": (plain / t).softmax(-1),
         })
@@ -163,7 +210,7 @@ def temperature(answer: Callable) -> None:
             raise Wrong(f"{case} you returned one number; return probabilities here, too: 1 for the best token, else 0")
         one_hot = torch.eye(len(at_zero))
         ties = torch.tensor([float(score == max(at_zero)) for score in at_zero])
-        compare(got, one_hot[best], case, {
+        compare(got, one_hot[best], f"{case} the result", {
             "you shared the probability among the best tokens; only one of them is taken, the one with the lowest id":
                 ties / ties.sum(),
             "every best token got probability 1; only one of them is taken, the one with the lowest id": ties,
@@ -172,6 +219,9 @@ def temperature(answer: Callable) -> None:
             "you left the probabilities as they are; temperature 0 puts all of it on the best token":
                 torch.tensor(at_zero).softmax(-1),
         })
+    for t in (0.5, 0):
+        _keeps_the_type(answer, logits.tolist(), t, _temperature(logits, t),
+                        f"for logits [1, 2, 0, -1] at temperature {t}")
 
 
 @exercise
@@ -212,3 +262,4 @@ def top_p(answer: Callable) -> None:
     compare(answer(edge, 0.75), keep(1, 2, among=edge), "for [0.125, 0.25, 0.5, 0.125] and p = 0.75 the result", {
         "it lacks the token with which the sum reaches p": keep(2, among=edge)})
     compare(answer(probabilities, 1.0), probabilities, f"for {shown} and p = 1 every token is kept; the result")
+    _keeps_the_type(answer, edge.tolist(), 0.5, keep(2, among=edge), "for [0.125, 0.25, 0.5, 0.125] and p = 0.5")

@@ -53,7 +53,7 @@ def merge_pair(answer):
         ([X, A, B, C], (A, B), [X, 256, C], {
             "the new id came, but the right part of the pair stayed: step over both": [X, 256, B, C],
             "the left part of the pair stayed": [X, A, 256, C],
-            "the id behind the merged pair is gone: does your loop reach the last id?": [X, 256],
+            "the id after the merged pair is gone: does your loop reach the last id?": [X, 256],
             "nothing was merged": [X, A, B, C]}),
         ([A, B, C, A, B], (A, B), [256, C, 256], {
             "only the first occurrence was merged": [256, C, A, B],
@@ -147,7 +147,7 @@ def stream_pieces(answer):
             "character is incomplete, not at the decoded text": ["a", "\ufffdb"],
             "the text held the character U+FFFD itself (EF BF BD), and it got lost": ["a", "b"]}),
         ([b"\xff", b"o", b"k"], ["\ufffd", "o", "k"], {
-            "the byte FF can never become a character, and everything behind it waits for it: show U+FFFD at once and "
+            "the byte FF can never become a character, and everything after it waits for it: show U+FFFD at once and "
             "go on": ["\ufffdok"],
             "the byte FF, which can never become a character, was left out: show U+FFFD for it": ["o", "k"]}),
         ([b"", b"ok"], ["ok"], {}),
@@ -171,11 +171,23 @@ def _judge(got, want, what: str, mistakes: dict) -> None:
 
 
 def _ids(got) -> list[int]:
-    """A learner's ids, in any container, as a list of whole numbers."""
+    """A learner's ids, in any container or generator, as a list of whole numbers."""
+    if isinstance(got, (str, bytes, dict)) or not isinstance(got, Iterable):
+        raise Wrong(f"return a list of ids, not {got!r}")
     try:
-        return [int(i) for i in got]
-    except (TypeError, ValueError):
-        raise Wrong(f"return a list of ids, not {got!r}") from None
+        ids = list(got)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # a generator runs only now
+        raise Wrong(f"your function raised {type(error).__name__}: {error}") from error
+    for i in ids:
+        try:
+            whole = not isinstance(i, (str, bytes)) and int(i) == i
+        except Exception:
+            whole = False
+        if not whole:
+            raise Wrong(f"return a list of ids, whole numbers; one of yours is {i!r}")
+    return [int(i) for i in ids]
 
 
 def _pieces(got, what: str) -> list[str]:

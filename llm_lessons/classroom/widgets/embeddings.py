@@ -19,6 +19,7 @@ COUNT = 8  # neighbours that are shown
 def nearest(table: Tensor, vector: Tensor, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
     """The k rows of a table [rows, size] nearest to a vector [size], as (row, cosine), nearest first."""
     cosines = (table @ vector) / (table.norm(dim=1) * vector.norm())
+    cosines[cosines.isnan()] = -1.5  # a row of zeros has no direction: after every other, before those left out
     cosines[list(without)] = -2.0  # below every cosine
     values, rows = cosines.topk(k)
     return list(zip(rows.tolist(), values.tolist()))
@@ -54,7 +55,7 @@ def look_up(tokenizer, typed: str) -> tuple[str, list[int], str]:
 
 def neighbour_finder(table: Tensor, tokenizer, word: str) -> Interactive:
     """Type a word, see the tokens whose rows of the embedding table [vocab, hidden] have the highest cosine with it."""
-    table = table.detach()
+    table = table.detach()[:tokenizer.vocab]  # some models pad their table with rows that stand for no token
 
     def draw(typed: str):
         text, ids, note = look_up(tokenizer, typed)
@@ -87,6 +88,9 @@ def _told(text: str, note: str) -> str:
 
 def rope_dials(q: Tensor, k: Tensor, base: float, q_at: int = 3, k_at: int = 1) -> Interactive:
     """Three sliders: the query's position, the key's, and a shift of both, which leaves the score as it is."""
+    for name, at in (("q_at", q_at), ("k_at", k_at)):
+        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= 20:
+            raise ValueError(f"{name}={at}: a whole number from 0 to 20 is needed")
     first = rope_dial(q, k, q_at, k_at, base)
     sliders = [ipywidgets.IntSlider(value=value, min=0, max=top, description=name, continuous_update=True)
                for name, value, top in (("query at", q_at, 20), ("key at", k_at, 20), ("both plus", 0, 100))]

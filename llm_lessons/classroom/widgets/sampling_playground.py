@@ -13,6 +13,23 @@ from ..plots.next_token import sampler_stages
 from ..style import visible
 from .core import Interactive, one_at_a_time
 
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+HIGHEST = {"temperature": 2, "top_k": 50, "top_p": 1, "min_p": 0.5, "seed": 999_999}
+
+
+def _start(settings: dict) -> dict:
+    """Where the sliders stand at first. None switches a filter off; ValueError for what no slider can show."""
+    if unknown := set(settings) - set(OFF):
+        raise ValueError(f"unknown setting {', '.join(sorted(unknown))}: the settings are {', '.join(OFF)}")
+    start = OFF | {name: OFF[name] if value is None and name in ("top_k", "top_p", "min_p") else value
+                   for name, value in settings.items()}
+    for name, value in start.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= HIGHEST[name]:
+            raise ValueError(f"{name}={value}: the slider goes from 0 to {HIGHEST[name]:,}")
+        if name in ("top_k", "seed") and not isinstance(value, int):
+            raise ValueError(f"{name}={value}: a whole number is needed")
+    return start
+
 
 class SamplingPlayground(Interactive):
     """The playground; `controls` by name, `sampler` as they are set, `drawn` id -> count since the last change."""
@@ -20,14 +37,15 @@ class SamplingPlayground(Interactive):
     def __init__(self, prompt: str, logits: Tensor, tokenizer, **settings):
         self.prompt, self.logits, self.tokenizer = prompt, logits, tokenizer
         self.drawn: Counter[int] = Counter()
-        start = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0} | settings
+        start = _start(settings)
         look = {"continuous_update": False, "style": {"description_width": "90px"}}
         self.controls = {
-            "temperature": ipywidgets.FloatSlider(value=start["temperature"], min=0, max=2, step=0.1, **look),
-            "top_k": ipywidgets.IntSlider(value=start["top_k"], min=0, max=50, **look),
-            "top_p": ipywidgets.FloatSlider(value=start["top_p"], min=0, max=1, step=0.05, **look),
-            "min_p": ipywidgets.FloatSlider(value=start["min_p"], min=0, max=0.5, step=0.01, **look),
-            "seed": ipywidgets.BoundedIntText(value=start["seed"], min=0, max=999_999, style=look["style"])}
+            "temperature": ipywidgets.FloatSlider(value=start["temperature"], min=0, max=HIGHEST["temperature"],
+                                                  step=0.1, **look),
+            "top_k": ipywidgets.IntSlider(value=start["top_k"], min=0, max=HIGHEST["top_k"], **look),
+            "top_p": ipywidgets.FloatSlider(value=start["top_p"], min=0, max=HIGHEST["top_p"], step=0.05, **look),
+            "min_p": ipywidgets.FloatSlider(value=start["min_p"], min=0, max=HIGHEST["min_p"], step=0.01, **look),
+            "seed": ipywidgets.BoundedIntText(value=start["seed"], min=0, max=HIGHEST["seed"], style=look["style"])}
         names = ("temperature", "top-k (0: off)", "top-p (1: off)", "min-p (0: off)", "seed")
         for control, name in zip(self.controls.values(), names):
             control.description = name
@@ -45,6 +63,8 @@ class SamplingPlayground(Interactive):
     @one_at_a_time
     def draw(self, count: int) -> None:
         """Draw `count` tokens, as the buttons do."""
+        if count < 1:
+            raise ValueError(f"draw({count}): draw at least one token")
         for _ in range(count):
             token = self.sampler(self.logits)
             self.drawn[token] += 1
@@ -73,6 +93,6 @@ class SamplingPlayground(Interactive):
 def sampling_playground(prompt: str, logits: Tensor, tokenizer, **settings) -> SamplingPlayground:
     """Sliders for a sampler's settings over the logits [vocab] that follow a prompt, with a button that draws.
 
-    `settings`: where the sliders stand at first (temperature, top_k, top_p, min_p, seed).
+    `settings`: where the sliders stand at first (temperature, top_k, top_p, min_p, seed); None: this filter is off.
     """
     return SamplingPlayground(prompt, logits, tokenizer, **settings)
