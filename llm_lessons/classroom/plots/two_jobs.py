@@ -21,7 +21,7 @@ def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
             axis.bar(later, milliseconds[1:], color=COLORS["decode"], label="later tokens (decode)")
             label_axes(axis, "token of the answer", "time (ms)" if axis is axes[0][0] else "", title)
             axis.annotate(f"{milliseconds[0]:.0f} ms", (1, milliseconds[0]), (4, 2), textcoords="offset points")
-        axes[0][-1].legend(loc="upper right")
+        axes[0][-1].legend(loc="center right")
         figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
     return figure
 
