@@ -170,16 +170,21 @@ def _judge(got, want, what: str, mistakes: dict) -> None:
     raise Wrong(f"{what} the result is {got}, and should be {want}")
 
 
+def _listed(got, what: str = "") -> list:
+    """All that a learner's function returned or yields: a generator runs, and fails, only now."""
+    try:
+        return list(got)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise Wrong(f"{what}your function raised {type(error).__name__}: {error}") from error
+
+
 def _ids(got) -> list[int]:
     """A learner's ids, in any container or generator, as a list of whole numbers."""
     if isinstance(got, (str, bytes, dict)) or not isinstance(got, Iterable):
         raise Wrong(f"return a list of ids, not {got!r}")
-    try:
-        ids = list(got)
-    except NotImplementedError:
-        raise
-    except Exception as error:  # a generator runs only now
-        raise Wrong(f"your function raised {type(error).__name__}: {error}") from error
+    ids = _listed(got)
     for i in ids:
         try:
             whole = not isinstance(i, (str, bytes)) and int(i) == i
@@ -194,12 +199,7 @@ def _pieces(got, what: str) -> list[str]:
     """The pieces a learner's function returned or yielded, without the empty ones."""
     if isinstance(got, str) or not isinstance(got, Iterable):
         raise Wrong(f"return a list of pieces (or yield them), not {type(got).__name__}")
-    try:
-        pieces = list(got)
-    except NotImplementedError:
-        raise
-    except Exception as error:  # a generator runs only now
-        raise Wrong(f"{what} your function raised {type(error).__name__}: {error}") from error
+    pieces = _listed(got, f"{what} ")
     if not all(isinstance(piece, str) for piece in pieces):
         raise Wrong(f"{what} each piece should be text (str), not bytes or numbers: {pieces!r}")
     return [piece for piece in pieces if piece]
