@@ -1,7 +1,8 @@
 """Side by side on this machine: the course's engine, Hugging Face transformers, llama.cpp, on the same weights.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/engines.py
+    python benchmarks/engines.py                         prints a table
+    python benchmarks/engines.py --save engines.json     and stores the figures, for the lessons' pictures
 
 Prefill (prompts of 128, 512 and 2048 tokens; every engine computes the output head for the last one only) and decode
 (32 tokens behind contexts of 32 and 512), one request at a time, with the same number of threads. The engines take
@@ -11,6 +12,7 @@ turns within each round, so that a busy moment of the machine meets all of them 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -89,13 +91,6 @@ class LlamaCpp:
         return times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3 / max(1, new_tokens)
 
 
-def flops(config: ll.ModelConfig, tokens: int) -> float:
-    """Operations of one prefill: 2 for each weight and token, causal attention, the head for the last token."""
-    layer = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads) + 3 * config.hidden * config.ffn
-    attention = 4 * config.heads * config.head_dim * tokens * (tokens + 1) / 2
-    return config.layers * (2 * layer * tokens + attention) + 2 * config.hidden * config.vocab
-
-
 def measure(engines: list, prompts: list[int], contexts: list[int], rounds: int) -> dict:
     """(engine, job, length) -> median seconds, prefill of the whole prompt or decode of one token."""
     found: dict = {}
@@ -124,9 +119,20 @@ def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline)
                 share = f"{engine.weight_bytes / seconds / roof.bytes_per_second:.0%} of bandwidth (weights alone)"
             else:
                 peak = roof.flops_per_second.get(engine.dtype)
-                share = f"{flops(config, length) / seconds / peak:.0%} of {engine.dtype} arithmetic" if peak else ""
+                flops = ll.Shape.of(config).prefill_flops(length)
+                share = f"{flops / seconds / peak:.0%} of {engine.dtype} arithmetic" if peak else ""
             lines.append(f"| {job} | {length} | {engine.name} | {rate:.1f} | {ratio} | {share} |")
     return "\n".join(lines)
+
+
+def record(found: dict, machine: str, roof: ll.Roofline) -> dict:
+    """What the lessons draw beside the learner's own figures: tokens/s of each engine, and where they come from."""
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d"),
+            "command": "python benchmarks/engines.py --save FILE",
+            "peaks": {**roof.flops_per_second, "bytes_per_second": roof.bytes_per_second},
+            "results": [{"job": job, "tokens": length, "engine": name,
+                         "tokens_per_second": round((length if job == "prefill" else 1) / seconds, 1)}
+                        for (name, job, length), seconds in found.items()]}
 
 
 def main() -> None:
@@ -134,6 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048])
     parser.add_argument("--contexts", type=int, nargs="*", default=[32, 512])
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file too")
     options = parser.parse_args()
     path = SMOLLM2.fetch() / next(iter(SMOLLM2.files))
     ll.set_threads()
@@ -145,6 +152,8 @@ def main() -> None:
     print(f"{this_machine()}, {time.strftime('%Y-%m-%d')}; peaks measured just before: {peaks}, "
           f"memory {roof.bytes_per_second / 1e9:.1f} GB/s\n")
     print(table(found, engines, engines[0].model.config, roof))
+    if options.save:
+        options.save.write_text(json.dumps(record(found, this_machine(), roof), indent=1) + "\n")
 
 
 if __name__ == "__main__":

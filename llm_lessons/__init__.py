@@ -4,11 +4,13 @@ Importing this fetches nothing, sets nothing, and needs neither Jupyter nor matp
 """
 
 from .bpe import BPETokenizer
+from .capacity import SHAPES, Shape, ridge_point, roofline_time
 from .download import DownloadError, cache_folder
 from .generate import Generation, decode, generate, keep_shared_prefix, prefill
 from .gpt2 import gpt2_ranks, gpt2_tokenizer
-from .kv_cache import KVCache
+from .kv_cache import Cache, GrowingCache, KVCache, SlidingCache
 from .model import Model, ModelConfig
+from .paged_cache import BlockPool, BlockTable, PagedCache
 from .pretrained import load_pretrained, load_tokenizer
 from .prose import course_prose
 from .sampling import Sampler

@@ -8,15 +8,14 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .kv_cache import KVCache, whole_number
+from .kv_cache import Cache, whole_number
 from .model import Model, check_ids
 from .sampling import Sampler
 
 CHUNK = 512  # tokens that prefill hands to the model at once; more gains no speed, and the mask grows with the square
 
 
-@torch.no_grad()
-def prefill(model: Model, ids, cache: KVCache, chunk: int = CHUNK) -> Tensor:
+def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
     """Job one: read all `ids` [tokens] into a cache of one row -> logits [vocab] for the token after the last.
 
     A prompt longer than `chunk` is read in pieces; the result is the same. Raises ValueError, with nothing written,
@@ -28,19 +27,21 @@ def prefill(model: Model, ids, cache: KVCache, chunk: int = CHUNK) -> Tensor:
     cache.reserve([len(ids)])
     if cache.length + len(ids) > model.config.context:
         raise ValueError(f"{cache.length} + {len(ids)} tokens do not fit the context window of {model.config.context}")
-    for piece in ids.split(chunk):
-        hidden = model.body(piece, cache)  # [tokens of this piece, hidden]
-        _remember(cache, piece.tolist())
-    return model.head(hidden[-1])  # only the last token's logits are needed
+    with torch.inference_mode():
+        for piece in ids.split(chunk):
+            hidden = model.body(piece, cache)  # [tokens of this piece, hidden]
+            cache.remember(piece.tolist())
+        logits = model.head(hidden[-1:])[0]  # only the last token's logits are needed
+    return logits.clone()  # out of inference mode: samplers may write into it
 
 
-@torch.no_grad()
-def decode(model: Model, token: int, cache: KVCache) -> Tensor:
+def decode(model: Model, token: int, cache: Cache) -> Tensor:
     """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
     token = _token_id(token, model.config.vocab)
-    logits = model([token], cache)
-    _remember(cache, [token])
-    return logits[0]
+    with torch.inference_mode():  # no_grad, and less bookkeeping: a decode step is short
+        logits = model([token], cache)[0]
+    cache.remember([token])
+    return logits.clone()
 
 
 def _token_id(token, vocab: int) -> int:
@@ -54,22 +55,17 @@ def _token_id(token, vocab: int) -> int:
     return number
 
 
-def _remember(cache: KVCache, ids: list[int]) -> None:
-    """Note which ids the cache holds, unless something unknown was put in before them."""
-    if len(cache.tokens) == cache.length - len(ids):
-        cache.tokens += ids
-
-
-def keep_shared_prefix(cache: KVCache, ids: Sequence[int]) -> int:
+def keep_shared_prefix(cache: Cache, ids: Sequence[int]) -> int:
     """Truncate the cache to what it shares with a new prompt -> the number of tokens that need no prefill.
 
-    At least the prompt's last token is always left over: its logits are wanted.
+    At least the prompt's last token is always left over: its logits are wanted. A cache that has lost keys which the
+    rest would look at begins anew; one that finds more of the prompt elsewhere adopts it.
     """
     shared = 0
     while shared < min(len(cache.tokens), len(ids) - 1) and cache.tokens[shared] == ids[shared]:
         shared += 1
-    cache.truncate(shared)
-    return shared
+    cache.truncate(shared if cache.can_keep(shared) else 0)
+    return cache.reuse(ids)
 
 
 class Generation:
@@ -79,7 +75,7 @@ class Generation:
     (`max_new_tokens` were written, or there is no room for more).
     """
 
-    def __init__(self, model: Model, ids: Tensor, max_new_tokens: int, sampler, stop_ids, cache: KVCache):
+    def __init__(self, model: Model, ids: Tensor, max_new_tokens: int, sampler, stop_ids, cache: Cache):
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._steps = self._write(model, ids, max_new_tokens, sampler, stop_ids, cache)
@@ -111,7 +107,7 @@ class Generation:
 
 
 def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids: Collection[int] = (),
-             cache: KVCache | None = None) -> Generation:
+             cache: Cache | None = None) -> Generation:
     """Continue a prompt: an iterator over new token ids, which ends before a stop id (it is not among them).
 
     `ids`: the whole prompt, [tokens]. `sampler(logits, history) -> id` is greedy unless given; a `Sampler` starts

@@ -3,18 +3,28 @@
 Every cache answers to the same few names, and the model knows no others:
 
 - `capacity` tokens fit in each row; `lengths` says how many each row holds (`length`, when there is one row);
-  `nbytes` is the memory it takes.
+  `nbytes` is the memory that its keys and values take now.
 - `reserve(new)` is called before a forward pass: is there room for new[row] more tokens? If not, ValueError.
 - `update(layer, k, v)` stores the new keys and values of one layer and returns all that attention may look at.
 - `mask(n)` says which of those keys each of the n new queries may see, by absolute position.
-- `advance(new)` is called once, after the last layer: now the new tokens count. `update` never moves anything.
-- `truncate(n)` forgets all but the first n tokens.
+- `advance(new)` is called once, after the last layer: now the new tokens count. `update` never moves anything, so a
+  forward pass that fails half-way leaves nothing behind that is ever seen.
+- `truncate(n)` forgets all but the first n tokens, if `can_keep(n)`; n = 0 always works.
+- `remember(ids)` notes which tokens they were, and `reuse(ids)` finds what is known of a new prompt.
+
+`Cache` keeps the books. The kinds differ in where the keys and values lie:
+
+- `KVCache`: in one block of memory, allocated once. The one to use unless you need another.
+- `GrowingCache`: in a tensor that is copied into a longer one at every step, as much teaching code does it.
+- `SlidingCache`: only the last `window` tokens, in a ring. Memory stays the same however long the text becomes.
+- `PagedCache` (paged_cache.py): in small blocks of a pool that many sequences share.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,18 +41,18 @@ def whole_number(name: str, value, least: int = 1) -> int:
     return number
 
 
-class KVCache:
-    """A block of memory for keys and one for values, allocated once: [layers, batch, kv_heads, capacity, head_dim]."""
+class Cache:
+    """The books of every cache. A kind of cache adds `nbytes`, `_store`, `_drop`, and what else it does differently."""
+
+    model: weakref.ref | None = None  # whose keys and values these are; another model's would be nonsense
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.capacity, batch = whole_number("capacity", capacity), whole_number("batch", batch)
-        # Zeros, not empty memory: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
-        self.keys = torch.zeros(layers, batch, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.layers, self.kv_heads, self.head_dim, self.dtype = layers, kv_heads, head_dim, dtype
+        self.device = torch.empty(0, device=device).device
         self.lengths = [0] * batch
-        self.tokens: list[int] = []  # the ids behind the first positions, as far as prefill and decode wrote them
-        self.model: weakref.ref | None = None  # whose keys and values these are; another model's would be nonsense
+        self.tokens: list[int] = []  # the ids behind the first positions of a single row, as far as they are known
         self._new: list[int] | None = None  # tokens announced by reserve, not yet counted by advance
 
     @property
@@ -50,10 +60,6 @@ class KVCache:
         if len(self.lengths) != 1:
             raise ValueError(f"this cache has {len(self.lengths)} rows: read .lengths")
         return self.lengths[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
 
     def reserve(self, new: list[int]) -> None:
         """Announce new[row] tokens for each row. Raises ValueError, with nothing written, when a row has no room."""
@@ -64,59 +70,232 @@ class KVCache:
             if length + more > self.capacity:
                 raise ValueError(f"row {row} of the cache holds {length} tokens, and {more} more do not fit in its "
                                  f"capacity of {self.capacity}: make a larger one with model.new_cache(capacity)")
+        self._make_room(new)
         self._new = new
+        self._total = max(length + more for length, more in zip(self.lengths, new))  # the longest row, then
+        self._alike = len(set(self.lengths)) == len(set(new)) == 1  # all rows are as long: the usual, fast case
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [batch, kv_heads, n, head_dim] of a layer -> all its keys and values, [.., total, head_dim].
 
         Only the announced tokens of a row are stored (all n when nothing was announced); padding is not.
         """
-        ours = (self.keys.shape[1], self.keys.shape[2], self.keys.shape[4], self.keys.dtype)
-        if layer >= len(self.keys) or ours != (k.shape[0], k.shape[1], k.shape[3], k.dtype):
+        batch, kv_heads, n, head_dim = k.shape
+        ours = (len(self.lengths), self.kv_heads, self.head_dim, self.dtype)
+        if layer >= self.layers or ours != (batch, kv_heads, head_dim, k.dtype):
             raise ValueError(f"keys {list(k.shape)} of {k.dtype} for layer {layer} do not fit this cache of "
-                             f"{list(self.keys.shape)}, {self.keys.dtype}: make one with model.new_cache(capacity)")
+                             f"{self.layers} layers, {ours[0]} rows, {ours[1]} heads of {ours[2]} numbers, {ours[3]}: "
+                             f"make one with model.new_cache(capacity)")
         if self._new is None:
-            self.reserve([k.shape[2]] * k.shape[0])
-        if len(set(self.lengths)) == len(set(self._new)) == 1:  # all rows alike: one slice
-            start, new = self.lengths[0], self._new[0]
-            self.keys[layer, :, :, start : start + new] = k[:, :, :new]
-            self.values[layer, :, :, start : start + new] = v[:, :, :new]
-        else:
-            for row, (start, new) in enumerate(zip(self.lengths, self._new)):
-                self.keys[layer, row, :, start : start + new] = k[row, :, :new]
-                self.values[layer, row, :, start : start + new] = v[row, :, :new]
-        total = self._total()
-        return self.keys[layer, :, :, :total], self.values[layer, :, :, :total]
+            self.reserve([n] * batch)
+        return self._store(layer, k, v)
 
     def mask(self, n: int) -> Tensor | None:
-        """Which of the `total` keys each of n new queries may see: [batch, 1, n, total], or None for all of them.
+        """Which of the `total` keys each of n new queries may see: [batch, 1, n, total].
 
-        Query i of a row stands at position length + i, and sees the keys at positions up to its own.
+        Query i of a row stands at position length + i, and sees the keys at positions up to its own. None where query i
+        simply sees the first i + 1 keys (an empty cache), or all of them (one query, rows of the same length).
         """
         if self._new is None:
             self.reserve([n] * len(self.lengths))
-        if n == 1 and len(set(self.lengths)) == 1:
+        if max(self.lengths) == 0 or n == 1 and len(set(self.lengths)) == 1:
             return None
-        device = self.keys.device
-        position = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n, device=device)  # [batch, n]
-        return (torch.arange(self._total(), device=device) <= position[..., None])[:, None]
+        return (torch.arange(self._total, device=self.device) <= self._positions(n)[..., None])[:, None]
 
     def advance(self, new: int | list[int]) -> None:
         """Count the new tokens: `new` for every row, or new[row]."""
-        self.reserve(list(new) if isinstance(new, (list, tuple)) else [new] * len(self.lengths))
+        new = list(new) if isinstance(new, (list, tuple)) else [new] * len(self.lengths)
+        if new != self._new:
+            self.reserve(new)
+        self._commit()
         self.lengths = [length + more for length, more in zip(self.lengths, self._new)]
         self._new = None
+
+    def can_keep(self, n: int) -> bool:
+        """Does the cache still hold all that a token after the first n would look at?"""
+        return 0 <= n <= max(self.lengths)
 
     def truncate(self, n: int) -> None:
         """Forget all but the first n tokens of every row that has more; nothing of the others is left in memory."""
         n, held = whole_number("the number of tokens to keep", n, 0), max(self.lengths)
         if n > held:
             raise ValueError(f"cannot keep {n} tokens of a cache that holds {held}")
+        if not self.can_keep(n):
+            raise ValueError(f"cannot keep {n} of {held} tokens: of those that token {n} looks at, some have left the "
+                             f"window. Begin anew: truncate(0), then prefill")
         del self.tokens[n:]
         self.lengths = [min(length, n) for length in self.lengths]
+        self._new = None
+        self._drop(n, held)
+
+    def remember(self, ids: list[int]) -> None:
+        """Note the ids of the tokens that were just added, unless something unknown was put in before them."""
+        if len(self.tokens) == self.length - len(ids):
+            self.tokens += ids
+
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Adopt what is known elsewhere of a prompt that begins with our tokens -> tokens that need no prefill."""
+        return self.length  # only a paged cache can look elsewhere
+
+    def _positions(self, n: int) -> Tensor:
+        """The absolute positions of n new tokens: [batch, n]."""
+        return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(n, device=self.device)
+
+    def _make_room(self, new: list[int]) -> None:
+        """A forward pass is to begin that adds new[row] tokens, which the capacity allows."""
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The part of `update` in which kinds differ. self._new says how many tokens of each row are real."""
+        raise NotImplementedError
+
+    def _commit(self) -> None:
+        """All layers are stored, and self._new is about to count."""
+
+    def _drop(self, n: int, held: int) -> None:
+        """The lengths are cut to n: positions n to `held` are to be forgotten."""
+        raise NotImplementedError
+
+
+class KVCache(Cache):
+    """A block of memory for keys and one for values, allocated once: [layers, batch, kv_heads, capacity, head_dim]."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
+                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
+        # Zeros, not empty memory: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
+        self.keys = torch.zeros(layers, batch, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer], self.values[layer]
+        if self._alike:  # one slice for all rows
+            start, new = self.lengths[0], self._new[0]
+            keys[:, :, start : start + new] = k[:, :, :new]
+            values[:, :, start : start + new] = v[:, :, :new]
+        else:
+            for row, (start, new) in enumerate(zip(self.lengths, self._new)):
+                keys[row, :, start : start + new] = k[row, :, :new]
+                values[row, :, start : start + new] = v[row, :, :new]
+        return keys[:, :, : self._total], values[:, :, : self._total]
+
+    def _drop(self, n: int, held: int) -> None:
         self.keys[:, :, :, n:held] = 0
         self.values[:, :, :, n:held] = 0
-        self._new = None
 
-    def _total(self) -> int:
-        return max(length + new for length, new in zip(self.lengths, self._new))
+
+class GrowingCache(Cache):
+    """One tensor of keys and one of values for each layer, replaced by a longer copy whenever tokens are added.
+
+    No memory waits for tokens that may never come. The price: every step copies all that is held, so writing T tokens
+    moves about T²/2 of them, and for a moment a layer is there twice.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
+                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
+        nothing = torch.zeros(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.keys, self.values = [nothing] * layers, [nothing] * layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[layer] = self._longer(self.keys[layer], k)
+        self.values[layer] = self._longer(self.values[layer], v)
+        return self.keys[layer], self.values[layer]
+
+    def _longer(self, old: Tensor, new: Tensor) -> Tensor:
+        held = max(self.lengths)
+        old = old[:, :, :held]  # without what a pass that failed half-way may have added
+        if self._alike:
+            return torch.cat((old, new[:, :, : self._new[0]]), dim=2)
+        more = old.new_zeros(*old.shape[:2], self._total - held, old.shape[3])
+        longer = torch.cat((old, more), dim=2)
+        for row, (start, count) in enumerate(zip(self.lengths, self._new)):
+            longer[row, :, start : start + count] = new[row, :, :count]
+        return longer
+
+    def _commit(self) -> None:
+        if any(keys.shape[2] < self._total for keys in self.keys):
+            raise ValueError(f"cannot count {self._new} new tokens: some layers were given no keys for them")
+
+    def _drop(self, n: int, held: int) -> None:
+        for tensors in (self.keys, self.values):
+            tensors[:] = [tensor[:, :, :n].clone() for tensor in tensors]  # a mere slice would keep the memory
+
+
+class SlidingCache(Cache):
+    """The keys and values of the last `window` tokens: each token sees itself and the window - 1 before it.
+
+    This changes the model's answers, once the text is longer than the window: what is outside is out of sight.
+    Position p lies in slot p % window of a ring [layers, batch, kv_heads, window, head_dim], where it replaces
+    p - window. The slots are not in order, so the mask goes by the position that each slot holds.
+
+    New keys wait beside the ring until `advance`: the first queries of a chunk still need the keys that its last tokens
+    will replace, and a pass that fails half-way must not have replaced anything.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
+                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, window: int):
+        super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
+        self.window = whole_number("window", window)
+        slots = min(self.window, self.capacity)
+        self.keys = torch.zeros(layers, batch, kv_heads, slots, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.positions = torch.full((batch, slots), -1, device=device)  # which position lies in each slot; -1: none
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the new keys and values
+
+    @property
+    def nbytes(self) -> int:
+        waiting = sum(k.nbytes + v.nbytes for k, v in self._waiting.values())
+        return self.keys.nbytes + self.values.nbytes + waiting
+
+    def _make_room(self, new: list[int]) -> None:
+        self._waiting.clear()  # of a pass that failed half-way
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # Copies: k and v may be slices of a larger tensor (all queries, keys and values), which would stay alive.
+        self._waiting[layer] = k.clone(), v.clone()
+        return torch.cat((self.keys[layer], k), dim=2), torch.cat((self.values[layer], v), dim=2)
+
+    def mask(self, n: int) -> Tensor:
+        """[batch, 1, n, slots + n]: a query sees the keys at its own position and the window - 1 before it."""
+        if self._new is None:
+            self.reserve([n] * len(self.lengths))
+        query = self._positions(n)
+        key = torch.cat((self.positions, query), dim=1)[:, None]  # [batch, 1, slots + n]
+        query = query[..., None]  # [batch, n, 1]
+        return ((key >= 0) & (key <= query) & (key > query - self.window))[:, None]
+
+    def _commit(self) -> None:
+        if len(self._waiting) < self.layers:
+            raise ValueError(f"cannot count {self._new} new tokens: some layers were given no keys for them")
+        keys, values = zip(*(self._waiting[layer] for layer in range(self.layers)))
+        slots = self.keys.shape[3]
+        for row, (start, new) in enumerate(zip(self.lengths, self._new)):
+            first = max(0, new - slots)  # a chunk longer than the ring: its first tokens are outside already
+            position = torch.arange(start + first, start + new, device=self.device)
+            self.keys[:, row][:, :, position % slots] = torch.stack([k[row, :, first:new] for k in keys])
+            self.values[:, row][:, :, position % slots] = torch.stack([v[row, :, first:new] for v in values])
+            self.positions[row, position % slots] = position
+        self._waiting.clear()
+
+    def can_keep(self, n: int) -> bool:
+        """Position n looks back at positions n - window + 1 to n - 1: are they all in the ring, in every longer row?"""
+        if not super().can_keep(n):
+            return False
+        seen = (self.positions >= max(0, n - self.window + 1)) & (self.positions < n)
+        return all(length <= n or int(count) == min(n, self.window - 1)
+                   for length, count in zip(self.lengths, seen.sum(dim=1)))
+
+    def _drop(self, n: int, held: int) -> None:
+        gone = self.positions >= n  # [batch, slots]
+        for tensor in (self.keys, self.values):
+            tensor.masked_fill_(gone[:, None, :, None], 0)
+        self.positions.masked_fill_(gone, -1)
+        self._waiting.clear()

@@ -10,6 +10,7 @@ new), H query heads, G key/value heads, D numbers per head, C hidden size, V voc
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kv_cache import KVCache, whole_number
+from .kv_cache import Cache, KVCache, whole_number
+from .linear import Embedding, Linear
 
 
 @dataclass(frozen=True)
@@ -48,34 +50,8 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ, without a bias. `weight` has the shape [out, in], as in `torch.nn.Linear`.
-
-    In memory it lies column by column ([in, out] row by row): with one input row, the case of decode, a CPU reads it
-    about twice as fast that way, and with many rows it makes no difference.
-    """
-
-    def __init__(self, inputs: int, outputs: int, **where):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs, **where).t(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-class Embedding(nn.Module):
-    """One row of `weight` [vocab, hidden] for each id. Stored like `Linear`, so that an output head can share it."""
-
-    def __init__(self, vocab: int, hidden: int, **where):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden, vocab, **where).t(), requires_grad=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids]
-
-
 class RMSNorm(nn.Module):
-    """Divide each vector by its root mean square, then scale. Computed in float32: squares overflow float16 at 256."""
+    """Divide each vector by its root mean square, then scale. In float32 inside: a square overflows float16."""
 
     def __init__(self, size: int, eps: float, **where):
         super().__init__()
@@ -83,9 +59,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +76,7 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, T
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) of the last dimension by its angle ("half-split", as Hugging Face has it)."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin)
 
 
 class Attention(nn.Module):
@@ -111,17 +85,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, **where):
         super().__init__()
         self.layer, self.config = layer, config
-        self.q_size, self.kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.qkv = Linear(config.hidden, self.q_size + 2 * self.kv_size, **where)  # three matrices, read as one
-        self.output = Linear(self.q_size, config.hidden, **where)
+        head_count = config.heads + 2 * config.kv_heads
+        self.qkv = Linear(config.hidden, head_count * config.head_dim, **where)  # three matrices, read as one
+        self.output = Linear(config.heads * config.head_dim, config.hidden, **where)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, C] -> rotated queries [B, H, T, D], rotated keys and plain values [B, G, T, D]."""
-        q, k, v = self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in (q, k, v))
-        return rotate(q, *rope), rotate(k, *rope), v
+        H, G = self.config.heads, self.config.kv_heads
+        heads = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, H + 2G, T, D]
+        q_and_k, v = heads.split([H + G, G], dim=1)
+        q, k = rotate(q_and_k, *rope).split([H, G], dim=1)  # turned together: one call instead of two
+        return q, k, v
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None, mask: Tensor | None) -> Tensor:
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # [B, G, S, D]
@@ -129,7 +105,7 @@ class Attention(nn.Module):
         if T == 1:  # the query heads of a group become the rows of one small matrix: each key is read once
             q = q.reshape(B, self.config.kv_heads, -1, D)
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=cache is None and T > 1, enable_gqa=T > 1
+            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=T > 1
         )
         return self.output(mixed.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
 
@@ -144,7 +120,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate).mul_(up))  # in place: a fresh block of memory costs more than the product
 
 
 class Block(nn.Module):
@@ -157,7 +133,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps, **where)
         self.ffn = FeedForward(config, **where)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None, mask: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, cache, mask)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -189,16 +165,26 @@ class Model(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens each."""
+    def new_cache(self, capacity: int, batch: int = 1, kind: type[Cache] = KVCache, **settings) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens each.
+
+        `kind`: `KVCache`, `GrowingCache`, `SlidingCache` (with window=...) or `PagedCache` (pool=..., tenant=...).
+        """
         c, capacity = self.config, whole_number("capacity", capacity)
         if capacity > c.context:
             raise ValueError(f"a cache of {capacity} tokens is longer than this model's context window of {c.context}")
-        cache = KVCache(c.layers, c.kv_heads, c.head_dim, capacity, batch, self.norm.weight.dtype, self.device)
+        if not (isinstance(kind, type) and issubclass(kind, Cache)) or kind is Cache:
+            raise ValueError(f"a kind of cache is a class such as ll.KVCache or ll.SlidingCache, not {kind!r}")
+        shape = c.layers, c.kv_heads, c.head_dim, capacity, batch, self.norm.weight.dtype, self.device
+        try:
+            inspect.signature(kind).bind(*shape, **settings)
+        except TypeError as problem:
+            raise ValueError(f"new_cache(kind={kind.__name__}): {problem}") from None
+        cache = kind(*shape, **settings)
         cache.model = weakref.ref(self)
         return cache
 
-    def forward(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
+    def forward(self, ids, cache: Cache | None = None, lengths: list[int] | None = None) -> Tensor:
         """Logits for the token after each given one.
 
         `ids`: [T], or [B, T] padded on the right, with the true length of each row in `lengths`; a list or a tensor.
@@ -207,7 +193,7 @@ class Model(nn.Module):
         """
         return self.head(self.body(ids, cache, lengths))
 
-    def body(self, ids, cache: KVCache | None = None, lengths: list[int] | None = None) -> Tensor:
+    def body(self, ids, cache: Cache | None = None, lengths: list[int] | None = None) -> Tensor:
         """`forward` without the output head: the final vector of each token, [T, C] or [B, T, C]."""
         ids = check_ids(ids, self.config.vocab)
         rows = (ids[None] if ids.dim() == 1 else ids).to(self.device)  # [B, T]
@@ -224,9 +210,11 @@ class Model(nn.Module):
 
         positions = torch.tensor(past, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
         cos, sin = rope_table(positions[:, None], self.config.head_dim, self.config.rope_base)  # [B, 1, T, D]
-        mask = None if cache is None else cache.mask(T)
+        mask = None if cache is None else cache.mask(T)  # None: plain causal order
         x = self.embedding(rows)  # [B, T, C]
         rope = cos.to(x.dtype), sin.to(x.dtype)
+        if mask is not None:  # as numbers to add to the scores: SDPA would make them anew in every layer
+            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, float("-inf"))
         for block in self.blocks:
             x = block(x, rope, cache, mask)
         if cache is not None:

@@ -83,7 +83,8 @@ def _targets(model: Model) -> Iterator[tuple[str, int | None, Tensor]]:
     yield "embedding", None, model.embedding.weight
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+        c = attention.config
+        sizes = [heads * c.head_dim for heads in (c.heads, c.kv_heads, c.kv_heads)]
         yield "attention_norm", layer, block.attention_norm.weight
         yield from zip("qkv", [layer] * 3, attention.qkv.weight.split(sizes))
         yield "output", layer, attention.output.weight
