@@ -204,6 +204,7 @@ class PagedCache(Cache):
 
     The pool may be smaller than the capacity of all its caches together: `reserve` says when it is full. With its
     prompt's first blocks known in the pool, `reuse` adopts them; blocks are shared only between caches of one `tenant`.
+    `rows` and `lengths` are plain lists: between two passes a row may leave the batch, and another one join it.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,

@@ -1,0 +1,147 @@
+"""Every kind of cache, made for the tiny model, with what transformers says about it; and pools of blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from tiny import SHAPE, as_transformers, same_logits, tiny_model
+
+import llm_lessons as ll
+
+MODEL = tiny_model()
+WINDOW = 5
+
+
+def contiguous(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch)
+
+
+def growing(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.GrowingCache)
+
+
+def sliding(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.SlidingCache, window=WINDOW)
+
+
+def sliding_far(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.SlidingCache, window=1000)
+
+
+def paged(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.PagedCache)
+
+
+def paged_by_4(capacity, batch=1):
+    pool = ll.BlockPool.of(MODEL, blocks=-(-capacity // 4) * batch, block_size=4)
+    return MODEL.new_cache(capacity, batch, kind=ll.PagedCache, pool=pool)
+
+
+KINDS = [contiguous, growing, sliding, sliding_far, paged, paged_by_4]
+every_kind = pytest.mark.parametrize("new_cache", KINDS, ids=lambda kind: kind.__name__)
+
+
+@cache
+def oracle(window):
+    """transformers' Llama; with a window, its Mistral, which is a Llama whose attention slides."""
+    llama = as_transformers(MODEL)
+    if window is None:
+        return llama
+    from transformers import MistralConfig, MistralForCausalLM
+
+    settings = {name: value for name, value in llama.config.to_dict().items() if name not in (
+        "architectures", "model_type", "attention_bias", "mlp_bias", "pretraining_tp", "transformers_version")}
+    mistral = MistralForCausalLM(MistralConfig(**settings | {"sliding_window": window})).eval()
+    mistral.load_state_dict(llama.state_dict(), strict=True)
+    assert mistral.config.sliding_window == window and mistral.config.head_dim == SHAPE["head_dim"]
+    return mistral
+
+
+@cache
+def _logits(ids, window):
+    with torch.no_grad():
+        return oracle(window)(torch.tensor([ids])).logits[0]
+
+
+def expected(new_cache, ids):
+    """Logits [T, V] of transformers for a whole sequence, as a model with this kind of cache must see it."""
+    return _logits(tuple(ids), WINDOW if new_cache is sliding else None)
+
+
+def feed(ids, sizes, cache):
+    """Logits [T, V] of ids that are read in pieces of these sizes."""
+    return torch.cat([MODEL(piece, cache) for piece in torch.tensor(ids).split(sizes)])
+
+
+def fed(monkeypatch):
+    """A list that fills with the number of tokens of each call of the model."""
+    counts, body = [], MODEL.body
+    monkeypatch.setattr(MODEL, "body", lambda ids, *rest: counts.append(len(ids)) or body(ids, *rest))
+    return counts
+
+
+def fail_in_layer(layer, times=1):
+    """The next forward passes stop behind the attention of this layer. Returns the hook, to be removed."""
+    left = [times]
+
+    def stop(*_):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyboardInterrupt
+
+    return MODEL.blocks[layer].attention.register_forward_hook(stop)
+
+
+def held(cache):
+    """All that can be seen of a cache, to find that a refused call left it as it was."""
+    if isinstance(cache, ll.PagedCache):
+        tensors = cache.pool.keys, cache.pool.values, torch.tensor(cache.pool.users)
+        where = [list(row.blocks) for row in cache.rows]
+    elif isinstance(cache, ll.GrowingCache):
+        tensors, where = cache.keys + cache.values, None
+    else:
+        tensors = cache.keys, cache.values
+        where = cache.positions.tolist() if isinstance(cache, ll.SlidingCache) else None
+    return [tensor.clone() for tensor in tensors], where, list(cache.lengths), list(cache.tokens)
+
+
+def same(before, after):
+    return all(map(torch.equal, before[0], after[0])) and before[1:] == after[1:]
+
+
+# --- Pools of blocks ------------------------------------------------------------------------------------------------
+
+X, Y = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]  # two blocks of 4 each (D3)
+
+
+def new_pool(blocks, block_size=4):
+    return ll.BlockPool.of(MODEL, blocks, block_size)
+
+
+def on_pool(pool, capacity=40, **settings):
+    return MODEL.new_cache(capacity, kind=ll.PagedCache, pool=pool, **settings)
+
+
+def right(ids):
+    """The logits that transformers gives for the token after the last."""
+    return expected(contiguous, ids)[-1]
+
+
+def read(cache, ids):
+    """Prefill a prompt as `generate` does -> how many of its tokens were reused. The logits are checked."""
+    known = ll.keep_shared_prefix(cache, ids)
+    same_logits(ll.prefill(MODEL, ids[known:], cache), right(ids))
+    return known
+
+
+def consistent(pool, *caches):
+    """Every block is counted as often as it is held; it is free when it is held by none; block 0 is nobody's."""
+    tables = [row for cache in caches for row in cache.rows]
+    holders = Counter(block for table in tables for block in table.blocks)
+    assert 0 not in holders and pool.keys[:, 0].eq(0).all() and pool.values[:, 0].eq(0).all()
+    assert pool.users == [holders[block] for block in range(pool.blocks + 1)]
+    assert pool.free_blocks == sum(users == 0 for users in pool.users[1:])
+    return True
