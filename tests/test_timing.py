@@ -206,7 +206,7 @@ def test_best_device_prefers_cuda_then_mps(monkeypatch):
 # --- The roofline of a device -----------------------------------------------------------------------------------------
 
 def test_the_peaks_are_work_divided_by_the_shortest_time(monkeypatch):
-    sizes, clock = [], iter([0.5, 0.25, 1.0, 0.5, 0.5] * 3)
+    sizes, clock = [], iter([0.5, 0.25, 1.0, 0.5, 0.5] * 3 + [0.4, 0.2, 0.3, 0.5, 0.4])  # the sum, and one row
 
     def fake_stopwatch(fn, device, runs, warmup):
         assert (device, runs, warmup) == ("cpu", 1, 0)
@@ -215,10 +215,10 @@ def test_the_peaks_are_work_divided_by_the_shortest_time(monkeypatch):
 
     monkeypatch.setattr(timing, "stopwatch", fake_stopwatch)
     roof = timing.measure_roofline("cpu", seconds=2.0)
-    assert sizes[0] == (1536, 1536) and sizes[-1] == ()
+    assert sizes[0] == (1536, 1536) and sizes[10] == () and sizes[-1] == (1, 8192)
     assert roof.flops_per_second == {"float32": 2 * 1536**3 / 0.25, "bfloat16": 2 * 1536**3 / 0.25}
-    assert roof.bytes_per_second == 256 * 2**20 / 0.25
-    assert roof.spread == {"float32": 3.0, "bfloat16": 3.0, "memory": 3.0}
+    assert roof.bytes_per_second == 256 * 2**20 / 0.2  # the faster way to read
+    assert roof.spread == {"float32": 3.0, "bfloat16": 3.0, "memory": 1.5}
 
 
 def test_runs_go_on_until_there_are_five_and_the_time_is_spent(monkeypatch):

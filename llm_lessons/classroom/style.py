@@ -90,7 +90,8 @@ def this_machine(device: object = "cpu") -> str:
 
     kind = torch.device(device).type
     name = torch.cuda.get_device_name() if kind == "cuda" else "Apple GPU" if kind == "mps" else _processor()
-    threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count > 1)}" if kind == "cpu" else ""
     return f"{name}{threads}, PyTorch {torch.__version__.split('+')[0]}"
 
 

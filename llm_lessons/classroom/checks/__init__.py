@@ -1,6 +1,9 @@
 """One check for each exercise: `check.name(your_function)` prints *passed*, *not done yet*, or what is wrong."""
 
 from .attention import attention_weights, causal_mask, grouped_attention, previous_token_score
+from .decode import bytes_per_step, ceiling, positions, recompute_flops
 from .embeddings import nearest, rotate_pairs, sinusoidal
+from .kv_cache import append, kv_bytes_per_token, window_mask, write
 from .next_token import rms_norm, swiglu, temperature, top_p, yours_or_ours
+from .prefill import intensity, least_time, prefill_flops, prefill_in_chunks
 from .tokenization import bpe_encode, count_pairs, merge_pair, stream_pieces

@@ -2,7 +2,10 @@
 
 from .attention_explorer import attention_explorer
 from .core import Interactive
+from .decode import step_timeline
 from .embeddings import neighbour_finder, rope_dials
+from .kv_cache import cache_growth
+from .prefill import roofline_explorer
 from .sampling_playground import sampling_playground
 from .token_explorer import token_explorer
 from .two_jobs import answer_stepper
