@@ -220,14 +220,17 @@ def _limits(roofline: Roofline, dtype: str | torch.dtype) -> tuple[float, float]
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number larger than any float
+        return False
 
 
 def _width(name: str, value: float) -> float:
     """Bytes for one stored number: 4 for float32, 2 for bfloat16, 0.5 for 4 bits; refused when it looks like bits."""
     if not _is_number(value) or not 0 < value <= 8:
         raise ValueError(f"{name} must be above 0 and at most 8 bytes, not {value!r}: bits / 8, so 2 for bfloat16")
-    return value
+    return int(value) if value == int(value) else float(value)  # Python's numbers: numpy's would overflow
 
 
 class _Shapes(dict):

@@ -21,12 +21,13 @@ def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
     A prompt longer than `chunk` is read in pieces; the result is the same. Raises ValueError, with nothing written,
     when the prompt does not fit.
     """
-    ids = check_ids(ids, model.config.vocab)
+    ids, chunk = check_ids(ids, model.config.vocab), whole_number("chunk", chunk)
     if ids.dim() != 1:
         raise ValueError(f"prefill reads one sequence, not a batch of shape {list(ids.shape)}: call the model itself")
-    cache.reserve([len(ids)])
+    _check_cache(cache, model)
     if cache.length + len(ids) > model.config.context:
         raise ValueError(f"{cache.length} + {len(ids)} tokens do not fit the context window of {model.config.context}")
+    cache.reserve([len(ids)])
     with torch.inference_mode():
         for piece in ids.split(chunk):
             hidden = model.body(piece, cache)  # [tokens of this piece, hidden]
@@ -38,10 +39,19 @@ def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
 def decode(model: Model, token: int, cache: Cache) -> Tensor:
     """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
     token = _token_id(token, model.config.vocab)
+    _check_cache(cache, model)
     with torch.inference_mode():  # no_grad, and less bookkeeping: a decode step is short
         logits = model([token], cache)[0]
     cache.remember([token])
     return logits.clone()
+
+
+def _check_cache(cache, model: Model) -> None:
+    """Is this a cache of the model? Asked first: a call that is refused must not have changed it."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a cache is made with model.new_cache(capacity), not {cache!r}")
+    if cache.model is not None and cache.model() is not model:
+        raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
 
 
 def _token_id(token, vocab: int) -> int:
@@ -100,7 +110,7 @@ class Generation:
             if len(self.tokens) == max_new_tokens:
                 self.finish_reason = "length"
                 return
-            if cache.tokens != prompt + self.tokens[:-1]:
+            if cache.tokens != prompt + self.tokens[:-1] or cache.length != len(cache.tokens):
                 raise RuntimeError("the cache was used for something else meanwhile: give each generation its own")
             logits = decode(model, token, cache)
         self.finish_reason = "stop"
@@ -114,13 +124,15 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     anew from its seed for each call. `cache`: one row; without one, a cache just large enough is made. A cache from an
     earlier call may be passed again: the tokens both prompts begin with are kept, the rest is forgotten.
     Raises ValueError at once when the prompt does not fit the cache or the context window. A prompt that fits is
-    continued until the cache or the context window is full.
+    continued until the cache or the context window is full. (A paged cache whose pool is full raises ValueError.)
     """
     ids, context = check_ids(ids, model.config.vocab).clone(), model.config.context
     if ids.dim() != 1:
         raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     stop_ids = {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
+    if cache is not None:
+        _check_cache(cache, model)
     if cache is not None and len(cache.lengths) != 1:
         raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of {len(cache.lengths)}")
     room = context if cache is None else min(cache.capacity, context)

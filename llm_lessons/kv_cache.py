@@ -41,6 +41,15 @@ def whole_number(name: str, value, least: int = 1) -> int:
     return number
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory for keys or values. Zeros: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
+
+    Also within inference mode an ordinary tensor: others could not be written to outside of it.
+    """
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class Cache:
     """The books of every cache. A kind of cache adds `nbytes`, `_store`, `_drop`, and what else it does differently."""
 
@@ -63,6 +72,7 @@ class Cache:
 
     def reserve(self, new: list[int]) -> None:
         """Announce new[row] tokens for each row. Raises ValueError, with nothing written, when a row has no room."""
+        self._new = None
         if len(new) != len(self.lengths):
             raise ValueError(f"this cache holds {len(self.lengths)} sequences, and {len(new)} were given")
         new = [whole_number("the number of new tokens in a row", more, 0) for more in new]
@@ -72,6 +82,7 @@ class Cache:
                                  f"capacity of {self.capacity}: make a larger one with model.new_cache(capacity)")
         self._make_room(new)
         self._new = new
+        self._most = max(new)
         self._total = max(length + more for length, more in zip(self.lengths, new))  # the longest row, then
         self._alike = len(set(self.lengths)) == len(set(new)) == 1  # all rows are as long: the usual, fast case
 
@@ -88,6 +99,9 @@ class Cache:
                              f"make one with model.new_cache(capacity)")
         if self._new is None:
             self.reserve([n] * batch)
+        if v.shape != k.shape or v.dtype != k.dtype or n < self._most:
+            raise ValueError(f"keys {list(k.shape)} of {k.dtype} and values {list(v.shape)} of {v.dtype} must be "
+                             f"alike, and hold the {self._most} tokens that were announced")
         return self._store(layer, k, v)
 
     def mask(self, n: int) -> Tensor | None:
@@ -135,6 +149,8 @@ class Cache:
 
     def reuse(self, ids: Sequence[int]) -> int:
         """Adopt what is known elsewhere of a prompt that begins with our tokens -> tokens that need no prefill."""
+        if self.tokens != list(ids[: self.length]):
+            raise ValueError("this cache holds other tokens than the prompt begins with: truncate(0) first")
         return self.length  # only a paged cache can look elsewhere
 
     def _positions(self, n: int) -> Tensor:
@@ -162,9 +178,8 @@ class KVCache(Cache):
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
-        # Zeros, not empty memory: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
-        self.keys = torch.zeros(layers, batch, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        shape = layers, batch, kv_heads, self.capacity, head_dim
+        self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -245,9 +260,10 @@ class SlidingCache(Cache):
         super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
         self.window = whole_number("window", window)
         slots = min(self.window, self.capacity)
-        self.keys = torch.zeros(layers, batch, kv_heads, slots, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        self.positions = torch.full((batch, slots), -1, device=device)  # which position lies in each slot; -1: none
+        shape = layers, batch, kv_heads, slots, head_dim
+        self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
+        self.positions = zeros((batch, slots), torch.long, device).sub_(1)  # which position lies in each slot; -1: none
+        self._whole = True  # False while tokens are moved into the ring
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the new keys and values
 
     @property
@@ -257,6 +273,8 @@ class SlidingCache(Cache):
 
     def _make_room(self, new: list[int]) -> None:
         self._waiting.clear()  # of a pass that failed half-way
+        if not self._whole:
+            raise ValueError("this cache was interrupted while tokens were written: truncate(0), then prefill")
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # Copies: k and v may be slices of a larger tensor (all queries, keys and values), which would stay alive.
@@ -268,7 +286,9 @@ class SlidingCache(Cache):
         if self._new is None:
             self.reserve([n] * len(self.lengths))
         query = self._positions(n)
-        key = torch.cat((self.positions, query), dim=1)[:, None]  # [batch, 1, slots + n]
+        # A slot may hold a position that no longer counts: truncate cuts the lengths first, and may be interrupted.
+        held = self.positions.where(self.positions < query[:, :1], -1)
+        key = torch.cat((held, query), dim=1)[:, None]  # [batch, 1, slots + n]
         query = query[..., None]  # [batch, n, 1]
         return ((key >= 0) & (key <= query) & (key > query - self.window))[:, None]
 
@@ -276,7 +296,7 @@ class SlidingCache(Cache):
         if len(self._waiting) < self.layers:
             raise ValueError(f"cannot count {self._new} new tokens: some layers were given no keys for them")
         keys, values = zip(*(self._waiting[layer] for layer in range(self.layers)))
-        slots = self.keys.shape[3]
+        slots, self._whole = self.keys.shape[3], False
         for row, (start, new) in enumerate(zip(self.lengths, self._new)):
             first = max(0, new - slots)  # a chunk longer than the ring: its first tokens are outside already
             position = torch.arange(start + first, start + new, device=self.device)
@@ -285,9 +305,13 @@ class SlidingCache(Cache):
             self.positions[row, position % slots] = position
         self._waiting.clear()
 
+    def advance(self, new: int | list[int]) -> None:
+        super().advance(new)
+        self._whole = True
+
     def can_keep(self, n: int) -> bool:
         """Position n looks back at positions n - window + 1 to n - 1: are they all in the ring, in every longer row?"""
-        if not super().can_keep(n):
+        if not super().can_keep(n) or not (self._whole or n == 0):
             return False
         seen = (self.positions >= max(0, n - self.window + 1)) & (self.positions < n)
         return all(length <= n or int(count) == min(n, self.window - 1)
@@ -299,3 +323,4 @@ class SlidingCache(Cache):
             tensor.masked_fill_(gone[:, None, :, None], 0)
         self.positions.masked_fill_(gone, -1)
         self._waiting.clear()
+        self._whole = self._whole or n == 0

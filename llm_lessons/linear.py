@@ -23,6 +23,8 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, device
     Measured on two CPUs: read at 1.2 to 1.7 times the rate of the other order. Other types: always row by row, which
     is the only order that torch's kernels for them read well (column by column: up to 20 times slower).
     """
+    if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
+        has_fast_bfloat16()  # ask now: later, somebody may be timing or counting
     if dtype == torch.float32 and outputs >= inputs:
         weight = torch.empty(inputs, outputs, dtype=dtype, device=device).t()
     else:
@@ -69,10 +71,11 @@ def has_fast_bfloat16() -> bool:
     0.1 s, the first time it matters: no torch function tells it for every kind of processor.
     """
     best = {}
-    for _ in range(3):
-        for dtype in (torch.float32, torch.bfloat16):
-            square = torch.ones(256, 256, dtype=dtype)
-            start = time.perf_counter()
-            F.linear(square, square)
-            best[dtype] = min(best.get(dtype, float("inf")), time.perf_counter() - start)
+    with torch.autocast("cpu", enabled=False):
+        for _ in range(3):
+            for dtype in (torch.float32, torch.bfloat16):
+                square = torch.ones(256, 256, dtype=dtype, device="cpu")
+                start = time.perf_counter()
+                F.linear(square, square)
+                best[dtype] = min(best.get(dtype, float("inf")), time.perf_counter() - start)
     return best[torch.bfloat16] < 2 * best[torch.float32]

@@ -12,6 +12,7 @@ sequence; a `PagedCache` is a batch of such tables, which the model uses like an
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -19,7 +20,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from .kv_cache import Cache, whole_number
+from .kv_cache import Cache, whole_number, zeros
 
 
 class BlockPool:
@@ -37,8 +38,7 @@ class BlockPool:
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.blocks, self.block_size = whole_number("blocks", blocks), whole_number("block_size", block_size)
         shape = layers, self.blocks + 1, self.block_size, kv_heads, head_dim
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
         self.users = [0] * (self.blocks + 1)  # how many tables hold each block
         self.model: weakref.ref | None = None  # whose keys and values these are
         self._free = OrderedDict.fromkeys(range(1, self.blocks + 1))  # in the order in which they are handed out
@@ -187,10 +187,10 @@ class BlockTable:
 
     def truncate(self, n: int) -> None:
         """Give back all blocks behind the first n tokens."""
-        keep = self._count(n)
-        self.pool.give_back(self.blocks[keep:])
-        del self.blocks[keep:], self._names[n // self.pool.block_size :]
+        gone = self.blocks[self._count(n) :]
+        del self.blocks[len(self.blocks) - len(gone) :], self._names[n // self.pool.block_size :]
         self._cut = n % self.pool.block_size > 0
+        self.pool.give_back(gone)  # last: an interrupt may lose blocks, but never give them back twice
 
     def _count(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)  # rounded up
@@ -204,7 +204,8 @@ class PagedCache(Cache):
 
     The pool may be smaller than the capacity of all its caches together: `reserve` says when it is full. With its
     prompt's first blocks known in the pool, `reuse` adopts them; blocks are shared only between caches of one `tenant`.
-    `rows` and `lengths` are plain lists: between two passes a row may leave the batch, and another one join it.
+    `rows` and `lengths` are plain lists: between two passes a row may leave a batch, and another one join it (of a
+    cache with a single row, clear `tokens` then). New weights in the same model make all that the pool knows wrong.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
@@ -219,8 +220,8 @@ class PagedCache(Cache):
         if theirs != (layers, kv_heads, head_dim, dtype, self.device):
             raise ValueError(f"this pool is for layers, kv_heads, head_dim, dtype, device {theirs}, not for "
                              f"{(layers, kv_heads, head_dim, dtype, self.device)}: make one with BlockPool.of(model)")
-        if not isinstance(tenant, Hashable):
-            raise ValueError(f"a tenant is a name or a number, not {tenant!r}")
+        if not isinstance(tenant, (str, int, type(None))):  # of others, ("a", 1) equals ("a", True)
+            raise ValueError(f"a tenant is a name or a whole number, not {tenant!r}")
         self.pool, self.tenant = pool, tenant
         self.rows = [BlockTable(pool, tenant) for _ in self.lengths]
         self._place: tuple | None = None  # where the new tokens go and all tokens lie, the same in every layer
@@ -255,7 +256,7 @@ class PagedCache(Cache):
         slots = [row.blocks[p // size] * size + p % size for row, length, new in zip(self.rows, self.lengths, self._new)
                  for p in range(length, length + new)]
         blocks = [block for row in self.rows for block in (row.blocks[:width] + [0] * width)[:width]]
-        return torch.tensor(slots, device=self.device), torch.tensor(blocks, device=self.device)
+        return tuple(torch.tensor(numbers, dtype=torch.long, device=self.device) for numbers in (slots, blocks))
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._place is None:
@@ -279,9 +280,8 @@ class PagedCache(Cache):
         self.rows[0].learn(self.tokens)
 
     def reuse(self, ids: Sequence[int]) -> int:
-        ids = list(map(int, ids))
-        if self.tokens != ids[: self.length]:
-            raise ValueError("this cache holds other tokens than the prompt begins with: truncate(0) first")
+        super().reuse(ids)
+        ids = list(map(operator.index, ids))
         blocks = self.rows[0].find(ids)
         if len(blocks) * self.pool.block_size > self.length:
             self.rows[0].adopt(blocks)
@@ -292,6 +292,8 @@ class PagedCache(Cache):
 
     def free(self, row: int) -> None:
         """Give back the blocks of one row, which is then empty."""
+        if whole_number("row", row, 0) >= len(self.rows):
+            raise ValueError(f"there is no row {row}: this cache has rows 0 to {len(self.rows) - 1}")
         self.rows[row].truncate(0)
         self.lengths[row] = 0
         self.tokens, self._new = [], None

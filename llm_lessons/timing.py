@@ -138,7 +138,7 @@ def measure_roofline(device: torch.device | str = "cpu", seconds: float = 0.8) -
     larger than any cache, so that its bytes really come from memory; it is summed, and multiplied with one row, and
     the faster of the two counts. `seconds` is the time spent on each of the three.
     """
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = check_device(device).type == "cpu"
     size, numbers = (1536, 26) if on_cpu else (8192, 28)  # 2^26 and 2^28 numbers: 256 MiB and 1 GiB of float32
     peaks, spread = {}, {}
     for name in ("float32", "bfloat16"):

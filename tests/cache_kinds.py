@@ -109,7 +109,8 @@ def held(cache):
 
 
 def same(before, after):
-    return all(map(torch.equal, before[0], after[0])) and before[1:] == after[1:]
+    alike = (torch.equal(a.nan_to_num(12345), b.nan_to_num(12345)) for a, b in zip(before[0], after[0]))  # NaN: poison
+    return all(alike) and before[1:] == after[1:]
 
 
 # --- Pools of blocks ------------------------------------------------------------------------------------------------
