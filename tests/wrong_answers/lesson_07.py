@@ -278,6 +278,10 @@ def window_of_three(past, new, window):
     return (k <= q) & (k > q - 3)
 
 
+def a_mask_of_numbers(past, new, window):
+    return torch.ones(new, past + new).tril(past).triu(past - window + 1)
+
+
 WRONG = {
     "append": [
         (joined_as_heads, "you joined them as more heads: tokens are dimension 1"),
@@ -317,5 +321,6 @@ WRONG = {
         (forgets_the_future, "must not be above the query's"), (forgets_the_window, "plain causal mask"),
         (upside_down_window, "upside down"), (the_last_keys_for_all, "the window moves with the query"),
         (without_the_cached, "the 5 tokens in the cache are keys, too"),
-        (scores_to_add, "True and False"), (window_of_three, "sees 3 keys: with itself there should be 4")],
+        (scores_to_add, "True and False"), (a_mask_of_numbers, r"places are right.*\.bool\(\)"),
+        (window_of_three, "sees 3 keys: with itself there should be 4")],
 }

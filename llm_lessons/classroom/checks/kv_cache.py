@@ -220,7 +220,8 @@ def window_mask(answer: Callable) -> None:
     """`answer(past, new, window)` -> True where a new token may look: at itself and the window - 1 before it."""
     for past, new, window in ((0, 6, 3), (5, 1, 4), (4, 3, 2), (3, 3, 9), (6, 2, 1), (0, 1, 1)):
         asked = f"for past={past}, new={new}, window={window}:"
-        mask = as_tensor(answer(past, new, window), f"{asked} the mask")
+        got = answer(past, new, window)
+        mask = as_tensor(got, f"{asked} the mask")
         if list(mask.shape[-2:]) == [new, new] and past:
             raise Wrong(f"{asked} there are {past + new} keys, and your mask has {new} columns: the {past} tokens in "
                         f"the cache are keys, too")
@@ -230,6 +231,9 @@ def window_mask(answer: Callable) -> None:
             raise Wrong(f"{asked} the mask should hold True and False, not numbers to add to the scores")
         mask, (want, mistakes) = mask.reshape(new, past + new).bool(), _window(past, new, window)
         if torch.equal(mask, want):
+            if isinstance(got, Tensor) and got.is_floating_point():
+                raise Wrong(f"{asked} the places are right, but {got.dtype} is not True and False: attention would add "
+                            f"these numbers to the scores. Make it a comparison, or call .bool()")
             continue
         for words, mistake in mistakes.items():
             if torch.equal(mask, mistake):
