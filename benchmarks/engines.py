@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -128,7 +129,7 @@ def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline)
 def record(found: dict, machine: str, roof: ll.Roofline) -> dict:
     """What the lessons draw beside the learner's own figures: tokens/s of each engine, and where they come from."""
     return {"machine": machine, "date": time.strftime("%Y-%m-%d"),
-            "command": "python benchmarks/engines.py --save FILE",
+            "command": shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
             "peaks": {**roof.flops_per_second, "bytes_per_second": roof.bytes_per_second},
             "results": [{"job": job, "tokens": length, "engine": name,
                          "tokens_per_second": round((length if job == "prefill" else 1) / seconds, 1)}
@@ -140,13 +141,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048])
     parser.add_argument("--contexts", type=int, nargs="*", default=[32, 512])
+    parser.add_argument("--skip", nargs="*", default=[], metavar="ENGINE", help="engines to leave out, by name: "
+                        "transformers bfloat16 takes minutes on a CPU without bfloat16 instructions")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file too")
     options = parser.parse_args()
     path = SMOLLM2.fetch() / next(iter(SMOLLM2.files))
     ll.set_threads()
     roof = ll.measure_roofline("cpu")
-    engines = [Course(path, "float32"), Course(path, "bfloat16"), Transformers(path, "float32"),
-               Transformers(path, "bfloat16"), LlamaCpp(path)]
+    makers = {"llm_lessons float32": lambda: Course(path, "float32"),
+              "llm_lessons bfloat16": lambda: Course(path, "bfloat16"),
+              "transformers float32": lambda: Transformers(path, "float32"),
+              "transformers bfloat16": lambda: Transformers(path, "bfloat16"), LlamaCpp.name: lambda: LlamaCpp(path)}
+    engines = [make() for name, make in makers.items() if name not in options.skip]
     found = measure(engines, options.prompts, options.contexts, options.rounds)
     peaks = ", ".join(f"{name} {peak / 1e9:.0f} GFLOP/s" for name, peak in roof.flops_per_second.items())
     print(f"{this_machine()}, {time.strftime('%Y-%m-%d')}; peaks measured just before: {peaks}, "
