@@ -126,11 +126,10 @@ def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline)
     return "\n".join(lines)
 
 
-def record(found: dict, machine: str, roof: ll.Roofline) -> dict:
+def record(found: dict, machine: str) -> dict:
     """What the lessons draw beside the learner's own figures: tokens/s of each engine, and where they come from."""
     return {"machine": machine, "date": time.strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
-            "peaks": {**roof.flops_per_second, "bytes_per_second": roof.bytes_per_second},
             "results": [{"job": job, "tokens": length, "engine": name,
                          "tokens_per_second": round((length if job == "prefill" else 1) / seconds, 1)}
                         for (name, job, length), seconds in found.items()]}
@@ -159,7 +158,7 @@ def main() -> None:
           f"memory {roof.bytes_per_second / 1e9:.1f} GB/s\n")
     print(table(found, engines, engines[0].model.config, roof))
     if options.save:
-        options.save.write_text(json.dumps(record(found, this_machine(), roof), indent=1) + "\n")
+        options.save.write_text(json.dumps(record(found, this_machine()), indent=1) + "\n")
 
 
 if __name__ == "__main__":
