@@ -106,6 +106,11 @@ def measure(engines: list, prompts: list[int], contexts: list[int], rounds: int)
     return {key: statistics.median(seconds) for key, seconds in found.items()}
 
 
+def per_second(job: str, length: int, seconds: float) -> float:
+    """Tokens per second: prefill reads the whole prompt in that time, decode writes one token."""
+    return (length if job == "prefill" else 1) / seconds
+
+
 def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline) -> str:
     """A row for each engine and measurement: tokens/s, the ratio to transformers float32, the share of the roof."""
     lines = ["| job | tokens | engine | tokens/s | × transformers float32 | share of the peak |",
@@ -113,7 +118,7 @@ def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline)
     for job, length in dict.fromkeys(key[1:] for key in found):
         for engine in engines:
             seconds = found[engine.name, job, length]
-            rate = (length if job == "prefill" else 1) / seconds
+            rate = per_second(job, length, seconds)
             other = found.get(("transformers float32", job, length))
             ratio = f"{other / seconds:.2f}" if other else ""
             if job == "decode":
@@ -131,7 +136,7 @@ def record(found: dict, machine: str) -> dict:
     return {"machine": machine, "date": time.strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
             "results": [{"job": job, "tokens": length, "engine": name,
-                         "tokens_per_second": round((length if job == "prefill" else 1) / seconds, 1)}
+                         "tokens_per_second": round(per_second(job, length, seconds), 1)}
                         for (name, job, length), seconds in found.items()]}
 
 

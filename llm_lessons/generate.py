@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kv_cache import Cache, whole_number
-from .model import Model, check_ids
+from .model import Model, check_ids, check_owner
 from .sampling import Sampler
 
 CHUNK = 512  # tokens that prefill hands to the model at once; more gains no speed, and the mask grows with the square
@@ -50,8 +50,7 @@ def _check_cache(cache, model: Model) -> None:
     """Is this a cache of the model? Asked first: a call that is refused must not have changed it."""
     if not isinstance(cache, Cache):
         raise ValueError(f"a cache is made with model.new_cache(capacity), not {cache!r}")
-    if cache.model is not None and cache.model() is not model:
-        raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
+    check_owner(cache, model)
 
 
 def _token_id(token, vocab: int) -> int:
@@ -133,8 +132,9 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     stop_ids = {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
     if cache is not None:
         _check_cache(cache, model)
-    if cache is not None and len(cache.lengths) != 1:
-        raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of {len(cache.lengths)}")
+        if len(cache.lengths) != 1:
+            raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of "
+                             f"{len(cache.lengths)}")
     room = context if cache is None else min(cache.capacity, context)
     if len(ids) > room:
         limit = "the context window" if room == context else "this cache's capacity"

@@ -82,7 +82,6 @@ class Cache:
                                  f"capacity of {self.capacity}: make a larger one with model.new_cache(capacity)")
         self._make_room(new)
         self._new = new
-        self._most = max(new)
         self._total = max(length + more for length, more in zip(self.lengths, new))  # the longest row, then
         self._alike = len(set(self.lengths)) == len(set(new)) == 1  # all rows are as long: the usual, fast case
 
@@ -99,9 +98,9 @@ class Cache:
                              f"make one with model.new_cache(capacity)")
         if self._new is None:
             self.reserve([n] * batch)
-        if v.shape != k.shape or v.dtype != k.dtype or n < self._most:
+        if v.shape != k.shape or v.dtype != k.dtype or n < max(self._new):
             raise ValueError(f"keys {list(k.shape)} of {k.dtype} and values {list(v.shape)} of {v.dtype} must be "
-                             f"alike, and hold the {self._most} tokens that were announced")
+                             f"alike, and hold the {max(self._new)} tokens that were announced")
         return self._store(layer, k, v)
 
     def mask(self, n: int) -> Tensor | None:
@@ -212,7 +211,7 @@ class GrowingCache(Cache):
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         super().__init__(layers, kv_heads, head_dim, capacity, batch, dtype, device)
-        nothing = torch.zeros(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        nothing = zeros((batch, kv_heads, 0, head_dim), dtype, device)
         self.keys, self.values = [nothing] * layers, [nothing] * layers
 
     @property

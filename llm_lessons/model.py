@@ -204,8 +204,7 @@ class Model(nn.Module):
         if longest > self.config.context:
             raise ValueError(f"{longest} tokens are more than this model's context window of {self.config.context}")
         if cache is not None:
-            if cache.model is not None and cache.model() is not self:
-                raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
+            check_owner(cache, self)
             cache.reserve(lengths)
 
         positions = torch.tensor(past, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
@@ -221,6 +220,12 @@ class Model(nn.Module):
             cache.advance(lengths)
         x = self.norm(x)
         return x[0] if ids.dim() == 1 else x
+
+
+def check_owner(cache: Cache, model: Model) -> None:
+    """Keys and values of another model would be nonsense: a ValueError."""
+    if cache.model is not None and cache.model() is not model:
+        raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
 
 
 def check_ids(ids, vocab: int) -> Tensor:

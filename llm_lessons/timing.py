@@ -139,13 +139,13 @@ def measure_roofline(device: torch.device | str = "cpu", seconds: float = 0.8) -
     the faster of the two counts. `seconds` is the time spent on each of the three.
     """
     on_cpu = check_device(device).type == "cpu"
-    size, numbers = (1536, 26) if on_cpu else (8192, 28)  # 2^26 and 2^28 numbers: 256 MiB and 1 GiB of float32
+    size, side = (1536, 8192) if on_cpu else (8192, 16384)  # side²: 256 MiB and 1 GiB of float32
     peaks, spread = {}, {}
     for name in ("float32", "bfloat16"):
         a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, getattr(torch, name))
         best, spread[name] = _best(lambda a=a: product(a, a), device, seconds)
         peaks[name] = 2 * size**3 / best
-    block = torch.ones(1 << numbers // 2, 1 << numbers // 2, device=device)
+    block = torch.ones(side, side, device=device)
     row = block[:1].clone()
     readers = [_best(fn, device, seconds / 2) for fn in (block.sum, lambda: product(row, block))]
     best, spread["memory"] = min(readers)

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
+import tiny
 import torch
 from tiny import SHAPE, as_transformers, same_logits, tiny_model
 
@@ -72,8 +73,7 @@ def expected(new_cache, ids):
 
 
 def feed(ids, sizes, cache):
-    """Logits [T, V] of ids that are read in pieces of these sizes."""
-    return torch.cat([MODEL(piece, cache) for piece in torch.tensor(ids).split(sizes)])
+    return tiny.feed(MODEL, ids, sizes, cache)
 
 
 def fed(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from cache_kinds import MODEL, contiguous, every_kind, expected, fail_in_layer, feed, growing, oracle, paged_by_4
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import SHAPE, random_ids, same_logits, tiny_model
+from tiny import SHAPE, ragged, random_ids, same_logits, tiny_model
 from tiny import one_thread as one_thread
 
 import llm_lessons as ll
@@ -36,15 +36,10 @@ def test_prefill_then_decode_equals_a_recomputation_without_a_cache_B4(new_cache
        padding=st.integers(0, 3), seed=st.integers(0, 99))
 def test_rows_of_a_ragged_batch_equal_each_row_alone_D7(new_cache, calls, padding, seed):
     """Prefill, decode and rows that sit out, mixed in any way; padding is junk, and may reach past the capacity."""
-    totals, junk = [max(1, sum(lengths)) for lengths in zip(*calls)], torch.Generator().manual_seed(seed)
+    totals = [max(1, sum(lengths)) for lengths in zip(*calls)]
     rows = [random_ids(total, seed + row) for row, total in enumerate(totals)]
     cache = new_cache(max(totals), batch=3)
-    for lengths in calls:
-        ids = torch.randint(SHAPE["vocab"], (3, max(lengths) + padding), generator=junk)
-        starts = list(cache.lengths)
-        for row, (start, new) in enumerate(zip(starts, lengths)):
-            ids[row, :new] = torch.tensor(rows[row][start:start + new])
-        logits = MODEL(ids, cache, list(lengths))
+    for starts, lengths, logits in ragged(MODEL, cache, rows, calls, padding, seed):
         assert torch.isfinite(logits).all()
         assert cache.lengths == [start + new for start, new in zip(starts, lengths)]
         for row, (start, new) in enumerate(zip(starts, lengths)):

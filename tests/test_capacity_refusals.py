@@ -4,14 +4,10 @@ from collections import namedtuple
 
 import pytest
 import torch
-from tiny import SHAPE
+from test_capacity import H100, SIZES, TINY
 
 import llm_lessons as ll
 from llm_lessons import SHAPES, Roofline, Shape
-
-SIZES = {name: SHAPE[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")}
-TINY = Shape(**SIZES)
-H100 = Roofline({"bfloat16": 989e12, "float8": 1979e12}, 3.35e12, {})  # NVIDIA's data sheet, SXM
 
 
 @pytest.mark.parametrize("name", list(SIZES) + ["head_dim"])

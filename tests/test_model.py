@@ -5,18 +5,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import SHAPE, as_transformers, random_ids, same_logits, snapshot, tiny_model, unchanged
+from tiny import SHAPE, as_transformers, feed, ragged, random_ids, same_logits, snapshot, tiny_model, unchanged
 from tiny import one_thread as one_thread  # used by every test here
 
 import llm_lessons as ll
 from llm_lessons.model import Attention, Linear, RMSNorm, rope_table, rotate
 
 MODEL = tiny_model()
-
-
-def feed(model, ids, sizes, cache):
-    """Logits [T, V] of ids that are read in pieces of these sizes."""
-    return torch.cat([model(piece, cache) for piece in torch.tensor(ids).split(sizes)])
 
 
 # --- Against transformers -------------------------------------------------------------------------------------------
@@ -108,16 +103,11 @@ def test_cached_steps_equal_a_recomputation_without_a_cache_and_stand_at_the_rig
        padding=st.integers(0, 9), seed=st.integers(0, 99))
 def test_rows_of_any_batch_equal_each_row_alone_D7(calls, padding, seed):
     """Prefill, decode and rows that sit out, mixed in any way; padding is junk, and may reach past the capacity."""
-    totals, junk = [max(1, sum(lengths)) for lengths in zip(*calls)], torch.Generator().manual_seed(seed)
+    totals = [max(1, sum(lengths)) for lengths in zip(*calls)]
     rows = [random_ids(total, seed + row) for row, total in enumerate(totals)]
     alone = [MODEL(ids) for ids in rows]
     cache = MODEL.new_cache(max(totals), batch=3)
-    for lengths in calls:
-        ids = torch.randint(SHAPE["vocab"], (3, max(lengths) + padding), generator=junk)
-        starts = list(cache.lengths)
-        for row, (start, new) in enumerate(zip(starts, lengths)):
-            ids[row, :new] = torch.tensor(rows[row][start:start + new])
-        logits = MODEL(ids, cache, list(lengths))
+    for starts, lengths, logits in ragged(MODEL, cache, rows, calls, padding, seed):
         assert cache.lengths == [start + new for start, new in zip(starts, lengths)]
         for row, (start, new) in enumerate(zip(starts, lengths)):
             same_logits(logits[row, :new], alone[row][start:start + new])

@@ -78,6 +78,22 @@ def same_logits(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1
     assert torch.equal(ours.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
+def feed(model: Model, ids: list[int], sizes: int | list[int], cache) -> torch.Tensor:
+    """Logits [T, V] of ids that are read in pieces of these sizes."""
+    return torch.cat([model(piece, cache) for piece in torch.tensor(ids).split(sizes)])
+
+
+def ragged(model: Model, cache, rows: list[list[int]], calls: list[tuple[int, ...]], padding: int, seed: int):
+    """Read the rows in ragged calls (calls[i][row] tokens each), padded with junk: yields starts, lengths, logits."""
+    junk = torch.Generator().manual_seed(seed)
+    for lengths in calls:
+        ids = torch.randint(model.config.vocab, (len(rows), max(lengths) + padding), generator=junk)
+        starts = list(cache.lengths)
+        for row, (start, new) in enumerate(zip(starts, lengths)):
+            ids[row, :new] = torch.tensor(rows[row][start:start + new])
+        yield starts, lengths, model(ids, cache, list(lengths))
+
+
 def snapshot(cache: KVCache) -> tuple:
     """All that a cache holds, to see that a refused call left it as it was."""
     return cache.keys.clone(), cache.values.clone(), list(cache.lengths), list(cache.tokens)

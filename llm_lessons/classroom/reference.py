@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..kv_cache import whole_number
+
 ENGINES = Path(__file__).parent.parent / "data" / "engines.json"
 JOBS = ("decode", "prefill")
 
@@ -24,8 +26,7 @@ class Result:
     def __post_init__(self):
         if self.job not in JOBS:
             raise ValueError(f"job must be one of {', '.join(JOBS)}, not {self.job!r}")
-        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
-            raise ValueError(f"tokens must be a whole number of at least 1, not {self.tokens!r}")
+        whole_number("tokens", self.tokens)
         if not isinstance(self.engine, str) or not self.engine:
             raise ValueError(f"engine must be a name, not {self.engine!r}")
         rate = self.tokens_per_second

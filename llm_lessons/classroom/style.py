@@ -14,8 +14,10 @@ from functools import lru_cache
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 # Okabe and Ito's palette: told apart with every common kind of colour blindness (https://jfly.uni-koeln.de/color/).
 COLORS = {
@@ -82,6 +84,18 @@ def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
     """Axis labels with their units, and a title."""
     axes.set(xlabel=x, ylabel=y)
     axes.set_title(title)
+
+
+def footnote(figure: Figure, note: str) -> None:
+    """A line under the picture: where its numbers were measured."""
+    figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+
+
+def log_ticks(axis: Axis, multiples: tuple[int, ...]) -> None:
+    """Ticks of an x or y axis at these multiples of the powers of ten, written out: 0.3, 10, 3,000."""
+    axis.set_major_locator(LogLocator(subs=multiples, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def this_machine(device: object = "cpu") -> str:

@@ -112,14 +112,16 @@ def as_tensor(got, what: str) -> Tensor:
         raise Wrong(f"{what} should be numbers in a tensor or a list, not {type(got).__name__}") from None
 
 
-def compare(got, want: Tensor, what: str, mistakes: dict[str, Tensor] | None = None, tolerance: float = 1e-4) -> None:
+def compare(got, want: Tensor | float, what: str, mistakes: dict[str, Tensor | float] | None = None,
+            tolerance: float = 1e-4) -> None:
     """Raise Wrong unless `got` is `want`. `mistakes` maps the words for a known mistake to the result it gives.
 
     Extra dimensions of size 1 are no fault.
     """
-    got, want = as_tensor(got, what), want.double()
+    got, want = as_tensor(got, what), torch.as_tensor(want, dtype=torch.float64)
     for words, wrong in (mistakes or {}).items():
-        if _close(got, wrong.double(), tolerance) and not _close(wrong.double(), want, tolerance):
+        wrong = torch.as_tensor(wrong, dtype=torch.float64)
+        if _close(got, wrong, tolerance) and not _close(wrong, want, tolerance):
             raise Wrong(f"{what}: {words}")
     if got.squeeze().shape != want.squeeze().shape:
         raise Wrong(f"{what} should have the shape {list(want.shape)}, not {list(got.shape)}")

@@ -16,17 +16,13 @@ CONFIGS = {
 }
 
 
-def _one(number) -> torch.Tensor:
-    return torch.tensor(float(number), dtype=torch.float64)
-
-
 def _bytes(c: ModelConfig, context: int, width: float, *, table: float = 1, up: int = 3, kv_heads: int | None = None,
-           kv_matrices: int | None = None, kinds: int = 2, layers: int | None = None) -> torch.Tensor:
+           kv_matrices: int | None = None, kinds: int = 2, layers: int | None = None) -> float:
     """Bytes of a decode step, right or with a mistake: `table` counts V x C, `up` the matrices of the ffn."""
     kv_columns = 2 * (c.kv_heads if kv_matrices is None else kv_matrices) * c.head_dim
     layer = c.hidden * (2 * c.heads * c.head_dim + kv_columns + up * c.ffn)
     cache = kinds * (c.layers if layers is None else layers) * (kv_heads or c.kv_heads) * c.head_dim * context
-    return _one((c.layers * layer + table * c.vocab * c.hidden + cache) * width)
+    return (c.layers * layer + table * c.vocab * c.hidden + cache) * width
 
 
 @exercise
@@ -64,18 +60,18 @@ def ceiling(answer) -> None:
         step = (weights + batch * cache) / bandwidth
         what = f"for {weights / 1e9:g} GB of weights, {cache / 1e9:g} GB of cache for each request, {batch} " \
                f"request{'s' * (batch > 1)}, {bandwidth / 1e9:g} GB/s, the result"
-        compare(answer(weights, cache, batch, bandwidth), _one(batch / step), what, {
-            "these are the seconds of one step; asked are tokens per second": _one(step),
-            "these are the milliseconds of one step; asked are tokens per second": _one(1e3 * step),
-            "these are seconds per token; asked are tokens per second": _one(step / batch),
-            "the cache is missing": _one(batch * bandwidth / weights),
-            "these are the steps in a second; each step writes a token for every request": _one(1 / step),
+        compare(answer(weights, cache, batch, bandwidth), batch / step, what, {
+            "these are the seconds of one step; asked are tokens per second": step,
+            "these are the milliseconds of one step; asked are tokens per second": 1e3 * step,
+            "these are seconds per token; asked are tokens per second": step / batch,
+            "the cache is missing": batch * bandwidth / weights,
+            "these are the steps in a second; each step writes a token for every request": 1 / step,
             "the weights are read once for all requests of a step, not once for each":
-                _one(bandwidth / (weights + cache)),
+                bandwidth / (weights + cache),
             "every request has a cache of its own: a step reads batch times cache_bytes":
-                _one(batch * bandwidth / (weights + cache)),
+                batch * bandwidth / (weights + cache),
             "the requests share the weights; the cache is not shared":
-                _one(batch * bandwidth / (weights + cache / batch)),
+                batch * bandwidth / (weights + cache / batch),
         }, tolerance=1e-6)
 
 
@@ -100,8 +96,8 @@ def positions(answer) -> None:
         })
 
 
-def _recomputed(shape: Shape, prompt: int, new: int, first: int = 0, **how) -> torch.Tensor:
-    return _one(sum(shape.prefill_flops(prompt + i, **how) for i in range(first, new + first)))
+def _recomputed(shape: Shape, prompt: int, new: int, first: int = 0, **how) -> float:
+    return sum(shape.prefill_flops(prompt + i, **how) for i in range(first, new + first))
 
 
 @exercise
@@ -114,15 +110,15 @@ def recompute_flops(answer) -> None:
             with_cache = once + sum(shape.flops_per_token(prompt + i) for i in range(1, new))
             compare(answer(shape, prompt, new), _recomputed(shape, prompt, new), f"for {name}, a prompt of {prompt} "
                     f"tokens and {new} new one{'s' * (new > 1)}, the result", {
-                "every step is counted like the first; the text grows by one token at each": _one(new * once),
+                "every step is counted like the first; the text grows by one token at each": new * once,
                 "it begins one token too late: the first new token is computed from the prompt alone":
                     _recomputed(shape, prompt, new, first=1),
-                "only the last pass is counted; each token costs a pass of its own": _one(last),
+                "only the last pass is counted; each token costs a pass of its own": last,
                 "one pass too many: the pass over the whole text would give one token more":
                     _recomputed(shape, prompt, new + 1),
-                "this is the work with a cache: prefill once, then one token at a time": _one(with_cache),
+                "this is the work with a cache: prefill once, then one token at a time": with_cache,
                 "only the new tokens are counted; without a cache a pass runs over the prompt, too":
-                    _one(sum(shape.flops_per_token(prompt + i) for i in range(new))),
+                    sum(shape.flops_per_token(prompt + i) for i in range(new)),
                 "logits for every token are counted; only the last row is needed":
                     _recomputed(shape, prompt, new, all_logits=True),
                 "pairs that the mask forbids are counted: leave causal as it is":

@@ -191,8 +191,7 @@ def kv_bytes_per_token(answer: Callable) -> None:
             "divided by the width: multiply by it": 2 * layers * shared * size / width,
             "one head: each key/value head has a key and a value": right / shared,
             "these are KiB: give bytes": right / 1024, "these are kB: give bytes": right / 1000}
-        compare(answer(*shape), torch.tensor(right, dtype=torch.float64), f"{case} the answer",
-                {words: torch.tensor(wrong, dtype=torch.float64) for words, wrong in mistakes.items()}, tolerance=1e-6)
+        compare(answer(*shape), right, f"{case} the answer", mistakes, tolerance=1e-6)
 
 
 # --- The mask of a window ---------------------------------------------------------------------------------------------

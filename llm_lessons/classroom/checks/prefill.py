@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from ...capacity import SHAPES
 from ...kv_cache import KVCache
 from ...model import Model, ModelConfig
 from .core import Wrong, as_tensor, compare, exercise
 
 SMALL = {"layers": 2, "hidden": 14, "heads": 6, "kv_heads": 2, "head_dim": 2, "ffn": 17, "vocab": 50}
-SMOLLM2 = {"layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "head_dim": 64, "ffn": 1536, "vocab": 49152}
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+SMOLLM2 = {name: getattr(SHAPES["smollm2-135m"], name) for name in SMALL}
 
 
 def _flops(shape: dict, tokens: int, *, kv: float | None = None, output: int = 1, ffn: int = 3, scores: int = 4,
@@ -38,37 +34,37 @@ def prefill_flops(answer) -> None:
         L, C, H, G, V = (shape[name] for name in ("layers", "hidden", "heads", "kv_heads", "vocab"))
         want = _flops(shape, T)
         all_logits, none = _flops(shape, T, logits=T), _flops(shape, T, logits=0)
-        compare(answer(shape, T), _number(want), f"for {T} {'token' if T == 1 else 'tokens'} and {shape} the count", {
+        compare(answer(shape, T), want, f"for {T} {'token' if T == 1 else 'tokens'} and {shape} the count", {
             "you counted a multiplication and its addition as one: a weight costs 2 FLOPs for each token":
-                _number(want / 2),
-            "you counted the head for every token; only the last token's logits are needed": _number(all_logits),
-            "the head is missing: 2 · hidden · vocab, for the last token": _number(none),
-            "the head stands once behind the layers, not in each of them": _number(_flops(shape, T, logits=L)),
+                want / 2,
+            "you counted the head for every token; only the last token's logits are needed": all_logits,
+            "the head is missing: 2 · hidden · vocab, for the last token": none,
+            "the head stands once behind the layers, not in each of them": _flops(shape, T, logits=L),
             "you counted the embedding as a matrix product; it is a lookup":
-                _number(_flops(shape, T, logits=T + 1)),
+                _flops(shape, T, logits=T + 1),
             f"k and v have {G} heads here, not {H}: heads share them (grouped-query attention)":
-                _number(_flops(shape, T, kv=H)),
-            "k and v are two matrices; one of them is missing": _number(_flops(shape, T, kv=G / 2)),
-            "the output matrix of attention is missing": _number(_flops(shape, T, output=0)),
+                _flops(shape, T, kv=H),
+            "k and v are two matrices; one of them is missing": _flops(shape, T, kv=G / 2),
+            "the output matrix of attention is missing": _flops(shape, T, output=0),
             "the feed-forward part has three matrices (gate, up, down); you counted two":
-                _number(_flops(shape, T, ffn=2)),
+                _flops(shape, T, ffn=2),
             "attention itself is missing: comparing queries with keys, and mixing values":
-                _number(_flops(shape, T, scores=0)),
+                _flops(shape, T, scores=0),
             "attention itself is missing, and the head counts for the last token only (the rule of thumb is not exact)":
-                _number(_flops(shape, T, scores=0, logits=T)),
+                _flops(shape, T, scores=0, logits=T),
             "attention does two things for each pair, 2 FLOPs a number each: it compares, and it mixes. You counted "
-            "one of them": _number(_flops(shape, T, scores=2)),
+            "one of them": _flops(shape, T, scores=2),
             f"each of the {H} query heads does its own comparing and mixing; you counted {G}":
-                _number(_flops(shape, T, attend=G)),
+                _flops(shape, T, attend=G),
             "you counted all T · T pairs; the causal mask lets T · (T + 1) / 2 through":
-                _number(_flops(shape, T, pairs=T * T)),
+                _flops(shape, T, pairs=T * T),
             "you counted T · (T - 1) / 2 pairs; a token may look at itself, too: T · (T + 1) / 2":
-                _number(_flops(shape, T, pairs=T * (T - 1) / 2)),
+                _flops(shape, T, pairs=T * (T - 1) / 2),
             "half of T · T cuts the diagonal in half; the causal mask lets T · (T + 1) / 2 pairs through":
-                _number(_flops(shape, T, pairs=T * T / 2)),
-            "you counted one layer": _number(_flops(shape, T, layers=1)),
+                _flops(shape, T, pairs=T * T / 2),
+            "you counted one layer": _flops(shape, T, layers=1),
             "heads · head_dim need not be hidden; q leads from hidden to heads · head_dim, and output back":
-                _number(_flops(shape, T, width=C)),
+                _flops(shape, T, width=C),
         }, tolerance=1e-6)
 
 
@@ -81,22 +77,22 @@ def intensity(answer) -> None:
         want = flops / (width * numbers)
         what = (f"for {inputs} inputs, {outputs} outputs, {tokens} {'token' if tokens == 1 else 'tokens'} and {width} "
                 f"bytes a number, the intensity")
-        compare(answer(inputs, outputs, tokens, width), _number(want), what, {
-            "this is bytes per FLOP: turn it round": _number(1 / want),
-            "a multiplication and an addition are 2 FLOPs": _number(want / 2),
-            "this is FLOPs for each number, not for each byte: a number takes `width` bytes": _number(flops / numbers),
-            "you took `width` for bits; it is in bytes": _number(want / 8),
-            "you took `width` for bits; it is in bytes, so do not divide it by 8": _number(want * 8),
+        compare(answer(inputs, outputs, tokens, width), want, what, {
+            "this is bytes per FLOP: turn it round": 1 / want,
+            "a multiplication and an addition are 2 FLOPs": want / 2,
+            "this is FLOPs for each number, not for each byte: a number takes `width` bytes": flops / numbers,
+            "you took `width` for bits; it is in bytes": want / 8,
+            "you took `width` for bits; it is in bytes, so do not divide it by 8": want * 8,
             "only the weights are counted; the inputs are read, and the outputs written":
-                _number(flops / (width * weights)),
-            "the outputs are missing: they are written": _number(flops / (width * (weights + tokens * inputs))),
-            "the inputs are missing: they are read": _number(flops / (width * (weights + tokens * outputs))),
-            "inputs and outputs are there for every token": _number(flops / (width * (weights + inputs + outputs))),
+                flops / (width * weights),
+            "the outputs are missing: they are written": flops / (width * (weights + tokens * inputs)),
+            "the inputs are missing: they are read": flops / (width * (weights + tokens * outputs)),
+            "inputs and outputs are there for every token": flops / (width * (weights + inputs + outputs)),
             "the weights are read once for all tokens together, not once for each":
-                _number(flops / (width * tokens * (weights + inputs + outputs))),
-            "the FLOPs of one token only: each token meets each weight": _number(want / tokens),
-            "these are the FLOPs; divide them by the bytes": _number(flops),
-            "these are the bytes": _number(width * numbers),
+                flops / (width * tokens * (weights + inputs + outputs)),
+            "the FLOPs of one token only: each token meets each weight": want / tokens,
+            "these are the FLOPs; divide them by the bytes": flops,
+            "these are the bytes": width * numbers,
         }, tolerance=1e-6)
 
 
@@ -124,8 +120,7 @@ def least_time(answer) -> None:
         if flops:
             mistakes["amount divided by rate gives a time; you divided the rate by the amount"] = \
                 max(peak / flops, bandwidth / nbytes)
-        compare(answer(*case), _number(max(arithmetic, memory)), what,
-                {words: _number(value) for words, value in mistakes.items()}, tolerance=1e-6)
+        compare(answer(*case), max(arithmetic, memory), what, mistakes, tolerance=1e-6)
 
 
 class _SmallModel(Model):

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import ScalarFormatter
 from torch import Tensor
 
-from ..style import COLORS, Picture, drawable, label_axes, picture, visible
+from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, visible
 
 WEIGHTS = LinearSegmentedColormap.from_list("attention", ["#FFFFFF", COLORS["attention"], "#4A1237"])  # 0, 0.5, 1
 
@@ -114,7 +114,7 @@ def growth(tokens: Sequence[int], seconds: dict[str, Sequence[float]], note: str
         axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.legend()
         label_axes(axis, "tokens T (log scale)", "time for one layer (ms, log scale)")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 

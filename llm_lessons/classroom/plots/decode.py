@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
 from ...capacity import ridge_point
 from ...timing import Roofline
-from ..style import COLORS, Picture, label_axes, picture
+from ..style import COLORS, Picture, footnote, label_axes, log_ticks, picture
+from .prefill import draw_roof
 
-PLAIN = FuncFormatter(lambda value, _: f"{value:,.6g}")  # 0.01, 10, 1,000: no powers of ten to decode
 PARTS = [COLORS["weights"], "#A9D8F5", COLORS["kv_cache"], COLORS["neutral"]]  # of a step; the second: weights, paler
 
 
@@ -26,7 +24,7 @@ def growing_time(tokens: Sequence[int], measured: Sequence[float], least: Sequen
         axis.set_xticks(tokens, [f"{t:,}" for t in tokens])
         axis.legend()
         label_axes(axis, "tokens of text", "time for one more token (ms)", "without a cache")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
@@ -55,7 +53,7 @@ def step_bytes(contexts: Sequence[int], weights: float, cache: Sequence[float], 
             axis.grid(False, axis="x")
         label_axes(left, "tokens in the cache", "MB", "one step reads")
         label_axes(right, "tokens in the cache", "tokens per second", "one step takes (the number is the MBU)")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
@@ -96,7 +94,7 @@ def batch_steps(batches: Sequence[int], measured: Sequence[float], least: Sequen
         left.legend(loc="upper left")
         label_axes(left, "requests in the step (log scale)", "time of a step (ms, log scale)", "one step")
         label_axes(right, "requests in the step (log scale)", "tokens per second (log scale)", "all requests together")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
@@ -114,8 +112,7 @@ def two_jobs_roofline(roof: Roofline, dtype: str, jobs: Mapping[str, Sequence[tu
     looks = {"prefill": ("s", "tokens in one pass", (6, -4), "left", "top"),
              "decode": ("o", "requests in one step", (-4, -5), "right", "top")}
     with picture(alt, height=4.2) as (figure, axis):
-        axis.loglog([low, ridge, high], [peak * low / ridge, peak, peak], color="black", linewidth=2)
-        axis.axvline(ridge, color=COLORS["neutral"], linewidth=1, linestyle=":")
+        draw_roof(axis, peak, ridge, low, high, lowest / 1.9)
         for job, series in jobs.items():
             marker, unit, away, side, edge = looks[job]
             counts, x, y = zip(*series)
@@ -126,15 +123,13 @@ def two_jobs_roofline(roof: Roofline, dtype: str, jobs: Mapping[str, Sequence[tu
                               ha=side, va=edge)
         axis.set(xlim=(low, high), ylim=(lowest / 2, peak * 2.5))
         axis.text(ridge, peak * 1.08, f"peak: {peak:,.0f} GFLOP/s", va="bottom")
-        axis.text(ridge, lowest / 1.9, f"ridge: {ridge:.1f} FLOP per byte ", ha="right", va="bottom",
-                  color=COLORS["neutral"])
         between = (low * ridge) ** 0.5
         axis.text(between, peak * between / ridge, f"memory: {roof.bytes_per_second / 1e9:,.1f} GB/s    ", ha="right",
                   va="bottom")
         _plain_ticks(axis)
         axis.legend(loc="lower right")
         label_axes(axis, "arithmetic intensity (FLOP per byte, log scale)", "GFLOP/s (log scale)")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
@@ -153,17 +148,15 @@ def timeline(shown: Sequence[float], other: Sequence[float], prompt: int, cached
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(loc="upper left", ncols=3)
         label_axes(axis, "token of the answer", "time (ms)", "in total, " + "; ".join(totals))
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
 def _plain_ticks(*axes) -> None:
     """Numbers at 1, 2 and 5 of each power of ten: a short logarithmic axis would else carry a single one."""
     for axis in axes:
-        for each in (axis.xaxis, axis.yaxis):
-            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            each.set_major_formatter(PLAIN)
-            each.set_minor_locator(NullLocator())
+        log_ticks(axis.xaxis, (1, 2, 5))
+        log_ticks(axis.yaxis, (1, 2, 5))
 
 
 def _ms(seconds: float) -> str:

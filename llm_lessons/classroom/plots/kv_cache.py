@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
 from ...capacity import Shape
-from ..style import COLORS, Picture, label_axes, picture
+from ..style import COLORS, Picture, footnote, label_axes, picture
 
 LINES = ("-", "--", ":", "-.")
 CACHE, PALE, DARK = COLORS["kv_cache"], "#8FD3BE", "#00573F"  # the cache's colour, a paler and a darker one
@@ -45,7 +45,7 @@ def cache_speed(without: Sequence[float], with_cache: Sequence[float], speedups:
         right.legend(loc="upper left")
         right.grid(False, axis="x")
         label_axes(right, "new tokens", "times as fast as without", "speed-up for the whole text")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from ...capacity import ridge_point
 from ...timing import Roofline
-from ..style import COLORS, Picture, label_axes, picture
+from ..style import COLORS, Picture, footnote, label_axes, log_ticks, picture
 
 LOOKS = (("o", COLORS["prefill"], -1), ("s", COLORS["weights"], 1))  # marker, colour, side of the number
 
@@ -36,11 +37,11 @@ def time_and_bounds(tokens: Sequence[int], seconds: Sequence[float], flops: Sequ
         right.set_ylim(0.5 * slowest, 4 * max(t / max(s) for t, s in zip(tokens, zip(memory, arithmetic))))
         for axis in (left, right):
             _token_ticks(axis.xaxis, tokens)
-            _decades(axis.yaxis, (1, 3))
+            log_ticks(axis.yaxis, (1, 3))
         left.legend(loc="upper left")
         label_axes(left, "tokens (log scale)", "time (ms, log scale)", "time")
         label_axes(right, "tokens (log scale)", "tokens per second (log scale)", "tokens per second")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 
@@ -58,8 +59,7 @@ def roofline(roof: Roofline, dtype: str | torch.dtype, points: dict[str, Sequenc
                                                          for t, x, y in _named(series, chosen))
                                  for title, series in points.items()))
     with picture(alt, height=4.2) as (figure, axis):
-        axis.loglog([low, ridge, high], [peak * low / ridge, peak, peak], color="black", linewidth=2)
-        axis.axvline(ridge, color=COLORS["neutral"], linewidth=1, linestyle=":")
+        draw_roof(axis, peak, ridge, low, high, 1.1 * lowest)
         for (title, series), (marker, color, side) in zip(points.items(), LOOKS):
             _, x, y = zip(*series)
             axis.plot(x, [value / 1e9 for value in y], marker, color=color, label=title, alpha=0.4 if chosen else 1)
@@ -73,15 +73,20 @@ def roofline(roof: Roofline, dtype: str | torch.dtype, points: dict[str, Sequenc
         along = math.degrees(math.atan2(1.5 * peak, ridge))  # the slope of the roof, where the text stands
         axis.text(ridge / 6, peak / 6 * 1.5, f"memory: {roof.bytes_per_second / 1e9:,.1f} GB/s", va="bottom",
                   rotation=along, rotation_mode="anchor", transform_rotates_text=True)
-        axis.text(ridge, lowest * 1.1, f"ridge: {ridge:.1f} FLOP per byte ", ha="right", va="bottom",
-                  color=COLORS["neutral"])
-        _decades(axis.xaxis, (1,))
-        _decades(axis.yaxis, (1, 3))
+        log_ticks(axis.xaxis, (1,))
+        log_ticks(axis.yaxis, (1, 3))
         axis.legend(loc="lower right")
         label_axes(axis, "arithmetic intensity (FLOP per byte, log scale)", "GFLOP/s (log scale)",
                    "roofline; the numbers beside the points are tokens")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
+
+
+def draw_roof(axis: Axes, peak: float, ridge: float, low: float, high: float, bottom: float) -> None:
+    """The roof from `low` to `high` FLOP per byte, both axes logarithmic; the ridge is named at the height `bottom`."""
+    axis.loglog([low, ridge, high], [peak * low / ridge, peak, peak], color="black", linewidth=2)
+    axis.axvline(ridge, color=COLORS["neutral"], linewidth=1, linestyle=":")
+    axis.text(ridge, bottom, f"ridge: {ridge:.1f} FLOP per byte ", ha="right", va="bottom", color=COLORS["neutral"])
 
 
 def _named(series: Sequence[tuple[int, float, float]], chosen: int | None) -> list[tuple[int, float, float]]:
@@ -102,13 +107,6 @@ def _token_ticks(axis, tokens: Sequence[int]) -> None:
         if t * apart <= shown[-1]:
             shown.append(t)
     axis.set_ticks(shown, [f"{t:,}" for t in shown])
-    axis.set_minor_locator(NullLocator())
-
-
-def _decades(axis, subs: Sequence[int]) -> None:
-    """Ticks at these multiples of the powers of ten, written out: 0.3, 10, 3,000."""
-    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.set_minor_locator(NullLocator())
 
 

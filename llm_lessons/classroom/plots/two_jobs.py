@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..style import COLORS, Picture, drawable, label_axes, picture, visible
+from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, visible
 
 
 def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
@@ -22,7 +22,7 @@ def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
             label_axes(axis, "token of the answer", "time (ms)" if axis is axes[0][0] else "", title)
             axis.annotate(f"{milliseconds[0]:.0f} ms", (1, milliseconds[0]), (4, 2), textcoords="offset points")
         axes[0][-1].legend(loc="center right")
-        figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+        footnote(figure, note)
     return figure
 
 

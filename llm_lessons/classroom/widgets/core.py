@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import ipywidgets
 
@@ -26,6 +26,16 @@ class Interactive:
 
     def __repr__(self) -> str:
         return f"Interactive: {self.twin.alt}"
+
+
+WIDTHS = {"4 (float32)": 4, "2 (bfloat16)": 2, "1 (int8)": 1, "0.5 (int4)": 0.5}  # bytes of a number, as a choice
+
+
+def one_of(name: str, value, options: Iterable) -> None:
+    """ValueError unless the value is among the options, which it lists."""
+    options = list(options)
+    if value not in options:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, options))}")
 
 
 _LOCK = threading.RLock()

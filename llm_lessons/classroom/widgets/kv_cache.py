@@ -8,12 +8,11 @@ import ipywidgets
 
 from ...capacity import SHAPES, Shape
 from ..plots.kv_cache import weights_and_cache
-from .core import Interactive, one_at_a_time
+from .core import WIDTHS, Interactive, one_at_a_time, one_of
 
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Llama-3-8B": "llama-3-8b", "Llama-3-70B": "llama-3-70b"}
 CONTEXTS = [2**power for power in range(8, 18)]
 USERS = [2**power for power in range(9)]
-WIDTHS = {"4 (float32)": 4, "2 (bfloat16)": 2, "1 (int8)": 1, "0.5 (int4)": 0.5}
 HEADS = ["MHA", "GQA, as it is", "MQA"]
 
 
@@ -30,8 +29,7 @@ class CacheGrowth(Interactive):
         start = {"model": (model, list(MODELS)), "heads": (heads, HEADS), "context": (context, CONTEXTS),
                  "users": (users, USERS), "width": (width, list(WIDTHS))}
         for name, (value, options) in start.items():
-            if value not in options:
-                raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, options))}")
+            one_of(name, value, options)
         names = {"model": "model", "heads": "heads", "context": "context", "users": "users",
                  "width": "bytes per number"}
         self.controls = {}

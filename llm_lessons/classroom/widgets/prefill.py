@@ -11,10 +11,9 @@ from ...capacity import SHAPES, ridge_point, roofline_time
 from ...timing import Roofline
 from ..plots.prefill import roofline
 from ..style import Picture
-from .core import Interactive, one_at_a_time
+from .core import WIDTHS, Interactive, one_at_a_time, one_of
 
 TOKENS = [2**n for n in range(13)]  # 1 to 4096
-WIDTHS = {"4 (float32)": 4, "2 (bfloat16)": 2, "1 (int8)": 1, "0.5 (int4)": 0.5}
 BYTES = {"float32": 4, "bfloat16": 2}  # of one activation
 
 
@@ -94,6 +93,5 @@ def roofline_explorer(roof: Roofline, dtype: str = "float32", matrices: str = "S
     for name, value, choices in (("dtype", dtype, [d for d in roof.flops_per_second if d in BYTES]),
                                  ("matrices", matrices, MATRICES), ("tokens", tokens, TOKENS),
                                  ("width", width, WIDTHS.values())):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+        one_of(name, value, choices)
     return RooflineExplorer(roof, dtype, matrices, tokens, width)
