@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shlex
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,8 +38,10 @@ def random_ids(length: int) -> list[int]:
 class Course:
     """This course's engine: `ll.prefill`, then `ll.decode`."""
 
+    name = "llm_lessons"
+
     def __init__(self, path: Path, weights: str):
-        self.name, self.dtype = f"llm_lessons {weights}", weights
+        self.name, self.dtype = f"{self.name} {weights}", weights
         self.model, _ = ll.load_pretrained(path, weights=weights, device="cpu")
         self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
 
@@ -50,12 +54,14 @@ class Course:
 class Transformers:
     """Hugging Face transformers: `generate`, with its own cache, reading the same GGUF file."""
 
+    name = "transformers"
+
     def __init__(self, path: Path, weights: str):
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self.name, self.dtype = f"transformers {weights}", weights
+        self.name, self.dtype = f"{self.name} {weights}", weights
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                           dtype=getattr(torch, weights))
         self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
@@ -92,6 +98,36 @@ class LlamaCpp:
         return times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3 / max(1, new_tokens)
 
 
+class Apart:
+    """An engine in a process of its own, and its name, dtype and weight_bytes here.
+
+    Two engines in one process hinder each other: their OpenMP threads, more than there are CPUs, go to sleep after
+    every small operation. A decode step of this course took a third longer beside llama.cpp than without it.
+    """
+
+    def __init__(self, make, *settings):
+        spawn = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(1, mp_context=spawn, initializer=_start, initargs=(make, settings))
+        self.name, self.dtype, self.weight_bytes = self._process.submit(_describe).result()
+
+    def seconds(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
+        return self._process.submit(_seconds, ids, new_tokens).result()
+
+
+def _start(make, settings) -> None:
+    global _engine
+    ll.set_threads()
+    _engine = make(*settings)
+
+
+def _describe() -> tuple[str, str | None, int]:
+    return _engine.name, _engine.dtype, _engine.weight_bytes
+
+
+def _seconds(ids: list[int], new_tokens: int) -> tuple[float, float]:
+    return _engine.seconds(ids, new_tokens)
+
+
 def measure(engines: list, prompts: list[int], contexts: list[int], rounds: int) -> dict:
     """(engine, job, length) -> median seconds, prefill of the whole prompt or decode of one token."""
     found: dict = {}
@@ -111,7 +147,7 @@ def per_second(job: str, length: int, seconds: float) -> float:
     return (length if job == "prefill" else 1) / seconds
 
 
-def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline) -> str:
+def table(found: dict, engines: list, shape: ll.Shape, roof: ll.Roofline) -> str:
     """A row for each engine and measurement: tokens/s, the ratio to transformers float32, the share of the roof."""
     lines = ["| job | tokens | engine | tokens/s | × transformers float32 | share of the peak |",
              "|---|---|---|---|---|---|"]
@@ -125,7 +161,7 @@ def table(found: dict, engines: list, config: ll.ModelConfig, roof: ll.Roofline)
                 share = f"{engine.weight_bytes / seconds / roof.bytes_per_second:.0%} of bandwidth (weights alone)"
             else:
                 peak = roof.flops_per_second.get(engine.dtype)
-                flops = ll.Shape.of(config).prefill_flops(length)
+                flops = shape.prefill_flops(length)
                 share = f"{flops / seconds / peak:.0%} of {engine.dtype} arithmetic" if peak else ""
             lines.append(f"| {job} | {length} | {engine.name} | {rate:.1f} | {ratio} | {share} |")
     return "\n".join(lines)
@@ -152,16 +188,17 @@ def main() -> None:
     path = SMOLLM2.fetch() / next(iter(SMOLLM2.files))
     ll.set_threads()
     roof = ll.measure_roofline("cpu")
-    makers = {"llm_lessons float32": lambda: Course(path, "float32"),
-              "llm_lessons bfloat16": lambda: Course(path, "bfloat16"),
-              "transformers float32": lambda: Transformers(path, "float32"),
-              "transformers bfloat16": lambda: Transformers(path, "bfloat16"), LlamaCpp.name: lambda: LlamaCpp(path)}
-    engines = [make() for name, make in makers.items() if name not in options.skip]
+    makers = {f"{maker.name} {weights}": (maker, path, weights)
+              for maker in (Course, Transformers) for weights in ("float32", "bfloat16")}
+    makers[LlamaCpp.name] = (LlamaCpp, path)
+    if unknown := set(options.skip) - set(makers):
+        parser.error(f"--skip knows {', '.join(makers)}, not {', '.join(unknown)}")
+    engines = [Apart(*maker) for name, maker in makers.items() if name not in options.skip]
     found = measure(engines, options.prompts, options.contexts, options.rounds)
     peaks = ", ".join(f"{name} {peak / 1e9:.0f} GFLOP/s" for name, peak in roof.flops_per_second.items())
     print(f"{this_machine()}, {time.strftime('%Y-%m-%d')}; peaks measured just before: {peaks}, "
           f"memory {roof.bytes_per_second / 1e9:.1f} GB/s\n")
-    print(table(found, engines, engines[0].model.config, roof))
+    print(table(found, engines, ll.SHAPES["smollm2-135m"], roof))
     if options.save:
         options.save.write_text(json.dumps(record(found, this_machine()), indent=1) + "\n")
 

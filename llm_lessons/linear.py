@@ -1,43 +1,67 @@
-"""The matrices of the model: how they lie in memory, and how they are multiplied.
+"""The matrices of the model: how they are stored, and how they are multiplied.
 
-A layer is free to store its weights as it likes; to the rest of the model it only answers `layer(x)`. On a GPU the
-layout makes little difference. On a CPU with one input row, the case of decode, it decides how fast memory is read.
+A layer is free to store its weights as it likes; to the rest of the model it only answers `layer(x)`. On a GPU there is
+little to choose. On a CPU the library that multiplies decides how fast memory is read, and how much arithmetic is done.
 """
 
 from __future__ import annotations
 
 import time
 from functools import lru_cache
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formula
 
 FEW_ROWS = 12  # up to here bfloat16 gains more by its half as many bytes than it loses by slow arithmetic
 
 
 def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
-    """An empty weight [outputs, inputs], laid out so that a product with one row reads it fastest.
-
-    float32: the longer side lies in one piece, so a weight that is higher than wide is stored column by column.
-    Measured on two CPUs: read at 1.2 to 1.7 times the rate of the other order. Other types: always row by row, which
-    is the only order that torch's kernels for them read well (column by column: up to 20 times slower).
-    """
+    """An empty weight [outputs, inputs], stored row by row."""
     if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
         has_fast_bfloat16()  # ask now: later, somebody may be timing or counting
-    if dtype == torch.float32 and outputs >= inputs:
-        weight = torch.empty(inputs, outputs, dtype=dtype, device=device).t()
-    else:
-        weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
-    return nn.Parameter(weight, requires_grad=False)
+    return nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device), requires_grad=False)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] times weight [out, in] -> [..., out]; bfloat16 by way of float32 where the CPU is slow at it."""
+    if x.device.type != "cpu":
+        return F.linear(x, weight)
+    if x.dtype == torch.float32:
+        return _float32_product(x, weight)
     rows = x.numel() // x.shape[-1]
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and rows > FEW_ROWS and not has_fast_bfloat16():
-        return F.linear(x.float(), weight.float()).to(x.dtype)
+    if x.dtype == torch.bfloat16 and rows > FEW_ROWS and not has_fast_bfloat16():
+        return _float32_product(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
+
+
+def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`F.linear` for float32 on a CPU, through oneDNN where torch has it.
+
+    torch itself hands float32 to the library MKL, which on one AMD CPU that we measured did half as many operations per
+    second, and read the weights for a single row at two thirds of the rate; for 2 to 64 rows it took 2 to 3 times as
+    long, there and on another. This operation of torch knows no gradient: where one is wanted, `F.linear` it is.
+    """
+    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if trained or not _has_onednn():
+        return F.linear(x, weight)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+@lru_cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _linear_flops(x_shape, weight_shape, *others, out_shape=None, **named) -> int:
+    """What torch's FLOP counter counts for a matrix product, for the operation above, which it does not know."""
+    return mm_flop([prod(x_shape[:-1]), x_shape[-1]], weight_shape[::-1])
+
+
+if _has_onednn() and torch.ops.mkldnn._linear_pointwise not in flop_registry:
+    register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_linear_flops)
 
 
 class Linear(nn.Module):

@@ -155,7 +155,8 @@ def measure_roofline(device: torch.device | str = "cpu", seconds: float = 0.8) -
 def _best(fn: Callable[[], object], device: torch.device | str, seconds: float) -> tuple[float, float]:
     """The shortest of as many runs as fit into the time (at least 5), and how much longer the slowest took."""
     runs: list[float] = []
-    fn()
-    while len(runs) < 5 or sum(runs) < seconds:
-        runs.append(stopwatch(fn, device, runs=1, warmup=0).median)
+    with torch.inference_mode():  # as prefill and decode run
+        fn()
+        while len(runs) < 5 or sum(runs) < seconds:
+            runs.append(stopwatch(fn, device, runs=1, warmup=0).median)
     return min(runs), max(runs) / min(runs) - 1

@@ -28,7 +28,7 @@ def test_the_table_has_tokens_per_second_ratios_and_shares():
     found = {("ours", "decode", 32): 0.1, ("transformers float32", "decode", 32): 0.25,
              ("ours", "prefill", 128): 2.0, ("transformers float32", "prefill", 128): 1.0}
     roof = ll.Roofline({"float32": 2 * operations(128)}, 40e9, {})
-    lines = engines.table(found, rivals, SMOLLM2, roof).splitlines()
+    lines = engines.table(found, rivals, ll.Shape.of(SMOLLM2), roof).splitlines()
     assert "| decode | 32 | ours | 10.0 | 2.50 | 50% of bandwidth (weights alone) |" in lines
     assert "| prefill | 128 | ours | 64.0 | 0.50 | 25% of float32 arithmetic |" in lines
     assert "| prefill | 128 | transformers float32 | 128.0 | 1.00 | 50% of float32 arithmetic |" in lines

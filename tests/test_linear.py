@@ -1,7 +1,10 @@
-"""The matrices: right whatever way they are multiplied, and laid out for the one row of decode."""
+"""The matrices: right whatever way they are multiplied."""
+
+import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from llm_lessons import linear
 from llm_lessons.linear import Embedding, Linear, matrix, product
@@ -16,29 +19,53 @@ def test_products_are_those_of_float64(outputs, inputs, dtype, tolerance, fast, 
     generator = torch.Generator().manual_seed(rows)
     weight = matrix(outputs, inputs, dtype).copy_(torch.randn(outputs, inputs, generator=generator))
     x = torch.randn(2, rows, inputs, generator=generator).to(dtype)
-    y = product(x, weight)
-    assert y.dtype == dtype and y.shape == (2, rows, outputs)
-    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=tolerance, atol=tolerance)
+    x_by_column = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for gradients, given in itertools.product((True, False), (x, x[0], x_by_column)):
+        with torch.set_grad_enabled(gradients):
+            y = product(given, weight)
+        assert y.dtype == dtype and y.shape == (*given.shape[:-1], outputs)
+        torch.testing.assert_close(y.double(), given.double() @ weight.double().T, rtol=tolerance, atol=tolerance)
 
 
 def test_wide_bfloat16_products_go_through_float32_only_where_that_is_faster(monkeypatch):
-    used = []
-    plain = linear.F.linear
-    monkeypatch.setattr(linear.F, "linear", lambda x, w: used.append((len(x), x.dtype)) or plain(x, w))
+    used, wide = [], linear._float32_product
+    monkeypatch.setattr(linear, "_float32_product", lambda x, w: used.append(len(x)) or wide(x, w))
     weight = torch.ones(4, 4, dtype=torch.bfloat16)
     for fast in (False, True):
         monkeypatch.setattr(linear, "has_fast_bfloat16", lambda fast=fast: fast)
         for rows in (1, linear.FEW_ROWS, linear.FEW_ROWS + 1):
             product(torch.ones(rows, 4, dtype=torch.bfloat16), weight)
-    half, full, few = torch.bfloat16, torch.float32, linear.FEW_ROWS
-    assert used == [(1, half), (few, half), (few + 1, full), (1, half), (few, half), (few + 1, half)]
+    assert used == [linear.FEW_ROWS + 1]  # only the wide one on the slow CPU
 
 
-def test_float32_lies_along_its_longer_side_and_bfloat16_row_by_row():
-    assert matrix(8, 3).stride() == (1, 8) and matrix(3, 8).stride() == (8, 1) and matrix(4, 4).stride() == (1, 4)
-    assert matrix(8, 3, torch.bfloat16).stride() == (3, 1) and matrix(3, 8, torch.bfloat16).stride() == (8, 1)
+def test_weights_are_stored_row_by_row_and_are_not_trained():
     for layer in (Linear(3, 8), Embedding(8, 3)):
-        assert layer.weight.shape == (8, 3) and not layer.weight.requires_grad
+        assert layer.weight.shape == (8, 3) and layer.weight.stride() == (3, 1) and not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_float32_goes_through_onednn_where_torch_has_it_and_no_gradient_is_wanted(present, monkeypatch):
+    plain, used = linear.F.linear, []
+    monkeypatch.setattr(linear.F, "linear", lambda x, w: used.append(len(x)) or plain(x, w))
+    if not present:
+        monkeypatch.setattr(linear, "_has_onednn", lambda: False)
+    for trained, gradients in itertools.product((True, False), repeat=2):
+        x, weight = torch.ones(2, 3, requires_grad=trained), torch.arange(6.0).reshape(2, 3)
+        used.clear()
+        with torch.set_grad_enabled(gradients):
+            assert product(x, weight).tolist() == [[3.0, 12.0]] * 2
+        assert used == ([] if linear._has_onednn() and not (trained and gradients) else [2])
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3), (2, 5, 3)])
+def test_torchs_flop_counter_counts_every_way_alike(shape, monkeypatch):
+    counts = []
+    for present in (linear._has_onednn(), False):
+        monkeypatch.setattr(linear, "_has_onednn", lambda present=present: present)
+        with FlopCounterMode(display=False) as counter:
+            product(torch.ones(shape), torch.ones(7, 3))
+        counts.append(counter.get_total_flops())
+    assert counts == [2 * torch.ones(shape).numel() * 7] * 2
 
 
 def test_this_cpu_is_asked_once_and_answers_yes_or_no():
