@@ -26,6 +26,7 @@ import torch
 import llm_lessons as ll
 from llm_lessons.classroom.style import this_machine
 from llm_lessons.download import SMOLLM2
+from llm_lessons.pretrained import DTYPES, WEIGHTS
 
 NEW_TOKENS = 32
 
@@ -189,7 +190,7 @@ def main() -> None:
     ll.set_threads()
     roof = ll.measure_roofline("cpu")
     makers = {f"{maker.name} {weights}": (maker, path, weights)
-              for maker in (Course, Transformers) for weights in ("float32", "bfloat16")}
+              for maker, kinds in ((Course, WEIGHTS), (Transformers, DTYPES)) for weights in kinds}
     makers[LlamaCpp.name] = (LlamaCpp, path)
     if unknown := set(options.skip) - set(makers):
         parser.error(f"--skip knows {', '.join(makers)}, not {', '.join(unknown)}")

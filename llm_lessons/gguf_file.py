@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .model import ModelConfig
+from .quantize import QuantizedTensor, pack
 from .tokenizer import DIGITS_PATTERN, GPT2_PATTERN, Tokenizer, byte_characters
 
 NAMES = {  # our name of a matrix -> its name in the file; {} is the layer
@@ -38,8 +39,9 @@ class GGUFFile:
             raise ValueError(f"{path} is not a complete GGUF file ({error}): fetch it again") from error
         if (architecture := self._field("general.architecture")) != "llama":
             raise ValueError(f"{path} has the architecture {architecture!r}; this course runs 'llama'")
-        self.config = self._read_config()
+        self._path, self.config = path, self._read_config()
         self.tokenizer = self._read_tokenizer()
+        self._reader.fields.clear()  # 45 MB of small arrays, all of them read by now
 
     @property
     def tensor_names(self) -> set[str]:
@@ -55,11 +57,26 @@ class GGUFFile:
         except NotImplementedError:
             raise ValueError(f"{stored.name} is stored as {stored.tensor_type.name}, which the gguf library "
                              f"cannot de-quantize") from None
-        values = values.reshape(tuple(int(n) for n in reversed(stored.shape)))
-        heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(name)
-        if heads and values.shape == (heads * self.config.head_dim, self.config.hidden):  # `build` refuses other shapes
-            values = half_split_rows(values, heads)
+        values = self._our_rows(name, values.reshape(tuple(int(n) for n in reversed(stored.shape))))
         return torch.from_numpy(np.require(values, requirements="CW"))  # the mapped file itself cannot be written to
+
+    def quantized(self, name: str, layer: int | None = None) -> QuantizedTensor:
+        """The matrix that we call `name` in the bits in which the file has it: a scale (and minimum) for each 32."""
+        stored = self._tensors[self.names[name].format(layer)]
+        kind = stored.tensor_type.name
+        if kind not in BLOCKS:
+            raise ValueError(f"{stored.name} is stored as {kind}; weights='stored' runs {' and '.join(BLOCKS)}: "
+                             f"use another kind of weights for this file")
+        rows, columns = (int(n) for n in reversed(stored.shape))
+        # Read, where `tensor` maps: the pages of a mapped file stay in this process's memory beside the repacked ones.
+        data = np.fromfile(self._path, np.uint8, int(stored.n_bytes), offset=int(stored.data_offset))
+        return BLOCKS[kind](self._our_rows(name, data.reshape(rows, -1)), columns)
+
+    def _our_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(name)
+        if heads and len(rows) == heads * self.config.head_dim:  # `build` refuses other shapes
+            return half_split_rows(rows, heads)
+        return rows
 
     def _field(self, key: str, default=None):
         field = self._reader.get_field(key)
@@ -118,6 +135,30 @@ def _open(path: Path):
             self._plain = mapped.view(np.ndarray)
 
     return Reader(path)
+
+
+def q4_1(rows: np.ndarray, columns: int) -> QuantizedTensor:
+    """Blocks of 32 weights in 20 bytes: d and m (float16), then 16 bytes; a weight is code · d + m.
+
+    Byte i holds the code of weight i in its low four bits and that of weight i + 16 in its high ones.
+    """
+    blocks = rows.reshape(len(rows), columns // 32, 20)
+    scale, minimum = blocks[..., :4].copy().view(np.float16).astype(np.float32).transpose(2, 0, 1)
+    codes = np.concatenate((blocks[..., 4:] & 15, blocks[..., 4:] >> 4), axis=-1).reshape(len(rows), columns)
+    packed = pack(torch.from_numpy(codes), 4)
+    return QuantizedTensor(packed, torch.from_numpy(scale.copy()), torch.from_numpy(minimum.copy()), columns, 4)
+
+
+def q8_0(rows: np.ndarray, columns: int) -> QuantizedTensor:
+    """Blocks of 32 weights in 34 bytes: d (float16), then 32 codes (int8); a weight is code · d."""
+    blocks = rows.reshape(len(rows), columns // 32, 34)
+    scale = blocks[..., :2].copy().view(np.float16).astype(np.float32)[..., 0]
+    packed = torch.from_numpy(blocks[..., 2:].reshape(len(rows), columns))
+    packed ^= 128  # from -128 … 127 to 0 … 255
+    return QuantizedTensor(packed, torch.from_numpy(scale), None, columns, 8)
+
+
+BLOCKS = {"Q4_1": q4_1, "Q8_0": q8_0}  # the layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
 
 def token_ranks(vocab: dict[str, int], merges: list[str], whole_pieces: bool = False) -> dict[bytes, int]:

@@ -165,10 +165,16 @@ class Model(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are stored, scales and minima included; a shared table counts once."""
+        return sum(weight.nbytes for weight in (*self.parameters(), *self.buffers()))
+
     def new_cache(self, capacity: int, batch: int = 1, kind: type[Cache] = KVCache, **settings) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens each.
 
-        `kind`: `KVCache`, `GrowingCache`, `SlidingCache` (with window=...) or `PagedCache` (pool=..., tenant=...).
+        `kind`: `KVCache`, `GrowingCache`, `SlidingCache` (with window=...), `PagedCache` (pool=..., tenant=...) or
+        `QuantizedCache` (bits=8 or 4).
         """
         c, capacity = self.config, whole_number("capacity", capacity)
         if capacity > c.context:

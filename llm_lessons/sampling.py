@@ -64,21 +64,22 @@ class Sampler:
 
     def __call__(self, logits: Tensor, history: Sequence[int] = ()) -> int:
         """logits [vocab] -> a token id. `history` (prompt and answer so far) serves the repetition penalty alone."""
-        name, probabilities = self.stages(logits, history)[-1]
-        if name == "greedy":
-            return int(probabilities.argmax())
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        if self.temperature == 0:
+            return greedy(self._scores(logits, history))
+        return int(torch.multinomial(self.stages(logits, history)[-1][1], 1, generator=self._generator))
+
+    def _scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        scores = check_logits(logits)
+        return scores if self.repetition_penalty == 1 else penalize(scores, history, self.repetition_penalty)
 
     def stages(self, logits: Tensor, history: Sequence[int] = ()) -> list[tuple[str, Tensor]]:
         """The probabilities [vocab] after each step that is switched on, with its name; the last is drawn from."""
-        scores = check_logits(logits)
-        stages = [("model", scores.softmax(-1))]
+        stages, scores = [("model", check_logits(logits).softmax(-1))], self._scores(logits, history)
         if self.repetition_penalty != 1:
-            scores = penalize(scores, history, self.repetition_penalty)
             stages.append(("repetition penalty", scores.softmax(-1)))
         if self.temperature == 0:
-            best = int((scores == scores.max()).nonzero()[0])
-            return stages + [("greedy", torch.zeros_like(scores).index_fill(0, torch.tensor([best]), 1.0))]
+            best = torch.tensor([greedy(scores)])
+            return stages + [("greedy", torch.zeros_like(scores).index_fill(0, best, 1.0))]
         # The maximum goes first: a tiny temperature then gives 0 and -inf, never inf - inf.
         probabilities = ((scores - scores.max()) / self.temperature).softmax(-1)
         stages.append(("temperature", probabilities))
@@ -97,11 +98,17 @@ def check_logits(logits: Tensor) -> Tensor:
     if logits.dim() != 1 or logits.numel() == 0:
         raise ValueError(f"a sampler takes the logits [vocab] of one token, not a tensor of shape {list(logits.shape)}")
     scores = logits.detach().to("cpu", torch.float64)
-    if scores.isnan().any() or (scores == math.inf).any():
+    largest = float(scores.max())  # NaN as soon as there is one NaN
+    if math.isnan(largest) or largest == math.inf:
         raise ValueError("the logits contain NaN or infinity: the model's arithmetic went wrong before sampling")
-    if (scores == -math.inf).all():
+    if largest == -math.inf:
         raise ValueError("every logit is -inf: a filter ruled out the whole vocabulary")
     return scores
+
+
+def greedy(scores: Tensor) -> int:
+    """The id of the largest score [vocab], the lowest of several."""
+    return int((scores == scores.max()).nonzero()[0])
 
 
 def penalize(scores: Tensor, history: Sequence[int], penalty: float) -> Tensor:

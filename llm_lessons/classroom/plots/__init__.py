@@ -14,5 +14,6 @@ from .kv_cache import (
 )
 from .next_token import draws, logit_lens, parameter_map, sampler_stages
 from .prefill import roofline, time_and_bounds
+from .quantization import error_by_bits, grid_view, key_channels, outlier_channels, quality_cliff, size_and_speed
 from .tokenization import one_token_words, token_picture, tokens_of, tokens_per_character
 from .two_jobs import Step, answer_step, token_times

@@ -6,6 +6,7 @@ from .decode import step_timeline
 from .embeddings import neighbour_finder, rope_dials
 from .kv_cache import cache_growth
 from .prefill import roofline_explorer
+from .quantization import grid_explorer
 from .sampling_playground import sampling_playground
 from .token_explorer import token_explorer
 from .two_jobs import answer_stepper
