@@ -10,9 +10,25 @@ from .generate import Generation, decode, generate, keep_shared_prefix, prefill
 from .gpt2 import gpt2_ranks, gpt2_tokenizer
 from .kv_cache import Cache, GrowingCache, KVCache, SlidingCache
 from .model import Model, ModelConfig
+from .packed_linear import Int4Linear, Int8Linear, PackedLinear, packed_linear, quantize_model
 from .paged_cache import BlockPool, BlockTable, PagedCache
 from .pretrained import load_pretrained, load_tokenizer
 from .prose import course_prose
+from .quality import (
+    QUESTIONS,
+    Comparison,
+    Estimate,
+    Score,
+    ask,
+    bits_per_weight,
+    bootstrap,
+    compare,
+    count_right,
+    score,
+    simulate,
+)
+from .quantize import QuantizedTensor, pack, quantize, unpack
+from .quantized_cache import QuantizedCache
 from .sampling import Sampler
 from .timing import (
     Roofline,

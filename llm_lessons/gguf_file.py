@@ -5,6 +5,7 @@ The format is read by its own library, `gguf`. What is left to do here: llama.cp
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,13 @@ class GGUFFile:
         if kind not in BLOCKS:
             raise ValueError(f"{stored.name} is stored as {kind}; weights='stored' runs {' and '.join(BLOCKS)}: "
                              f"use another kind of weights for this file")
-        rows, columns = (int(n) for n in reversed(stored.shape))
+        columns, *others = (int(n) for n in stored.shape)
         # Read, where `tensor` maps: the pages of a mapped file stay in this process's memory beside the repacked ones.
         data = np.fromfile(self._path, np.uint8, int(stored.n_bytes), offset=int(stored.data_offset))
-        return BLOCKS[kind](self._our_rows(name, data.reshape(rows, -1)), columns)
+        weight = BLOCKS[kind](self._our_rows(name, data.reshape(math.prod(others), -1)), columns)
+        if not all(part.isfinite().all() for part in (weight.scale, weight.minimum) if part is not None):
+            raise ValueError(f"{stored.name} holds NaN or infinity: fetch the file again")
+        return weight
 
     def _our_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(name)

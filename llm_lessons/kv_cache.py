@@ -18,6 +18,7 @@ Every cache answers to the same few names, and the model knows no others:
 - `GrowingCache`: in a tensor that is copied into a longer one at every step, as much teaching code does it.
 - `SlidingCache`: only the last `window` tokens, in a ring. Memory stays the same however long the text becomes.
 - `PagedCache` (paged_cache.py): in small blocks of a pool that many sequences share.
+- `QuantizedCache` (quantized_cache.py): in 8 or 4 bits each, which takes less memory and changes the answers a little.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .linear import Linear, product
 from .model import Model, ModelConfig, RMSNorm
-from .quantize import QuantizedTensor, quantize, unpack
+from .quantize import QuantizedTensor, check_bits, quantize, unpack
 
 MANY_ROWS = 64  # from here on, making a bfloat16 matrix out of int8 once costs less than the kernel's slower arithmetic
 
@@ -29,17 +29,21 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedTensor):
         super().__init__()
-        self.inputs, self.weight = weight.columns, weight
-        for name in ("packed", "scale", "minimum"):  # so that torch counts them among the model's memory
+        self.inputs, self.bits = weight.columns, weight.bits
+        for name in ("packed", "scale", "minimum"):  # so that torch counts and moves them with the model
             self.register_buffer(name, getattr(weight, name))
+
+    @property
+    def weight(self) -> QuantizedTensor:
+        return QuantizedTensor(self.packed, self.scale, self.minimum, self.inputs, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight.dequantize().to(x.dtype))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of the weight: ids [...] -> [..., in], bfloat16."""
-        weight = self.weight
-        some = QuantizedTensor(weight.packed[ids], weight.scale[ids], None, weight.columns, weight.bits)
+        minimum = None if self.minimum is None else self.minimum[ids]
+        some = QuantizedTensor(self.packed[ids], self.scale[ids], minimum, self.inputs, self.bits)
         return some.dequantize().to(torch.bfloat16)
 
 
@@ -61,12 +65,12 @@ class Int8Linear(nn.Module):
         return one_scale_a_row and weight.columns % 32 == 0 and _works(Int8Linear, weight.packed.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.inputs)
+        rows = _rows(x, self.inputs)
         if len(rows) < MANY_ROWS:
             y = torch._weight_int8pack_mm(rows, self.weight, self.scale)
         else:
             y = product(rows, self.weight.to(x.dtype)) * self.scale
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of the weight: ids [...] -> [..., in], bfloat16."""
@@ -86,7 +90,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.inputs, self.group_size = weight.columns, weight.group_size
         codes, scale = unpack(weight.packed, weight.columns, 4), weight.scale
-        offset = torch.zeros_like(scale) if weight.symmetric else weight.minimum + 8 * scale
+        offset = torch.zeros_like(scale) if weight.symmetric else (weight.minimum / 8 + scale) * 8
         both = torch.stack((scale, offset), dim=-1).transpose(0, 1)  # [groups, out, 2]
         on_cpu = codes.device.type == "cpu"
         self._multiply = torch._weight_int4pack_mm_for_cpu if on_cpu else torch._weight_int4pack_mm
@@ -100,8 +104,18 @@ class Int4Linear(nn.Module):
         return weight.bits == 4 and shaped and _works(Int4Linear, weight.packed.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._multiply(x.reshape(-1, self.inputs), self.weight, self.group_size, self.scale_and_offset)
-        return y.view(*x.shape[:-1], -1)
+        y = self._multiply(_rows(x, self.inputs), self.weight, self.group_size, self.scale_and_offset)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _rows(x: Tensor, inputs: int) -> Tensor:
+    """x [..., in] -> [rows, in] as torch's kernels ask for it: one row after the other, in memory that begins at a
+    multiple of 64 bytes. On others, such as x[1:] of a vector, the int8 kernel for CPUs ends the process.
+    """
+    if x.shape[-1] != inputs or x.dtype != torch.bfloat16:
+        raise ValueError(f"this layer takes bfloat16 vectors [..., {inputs}], not {list(x.shape)} of {x.dtype}")
+    rows = x.reshape(-1, inputs).contiguous()
+    return rows.clone() if rows.data_ptr() % 64 else rows
 
 
 def _pack_int4(codes: Tensor) -> Tensor:
@@ -169,7 +183,7 @@ def _works(kind: type[nn.Module], device: str) -> bool:
     try:
         with torch.no_grad():
             y = kind(packed)(x.to(torch.bfloat16)).float()
-    except (RuntimeError, AttributeError, NotImplementedError):
+    except (RuntimeError, AttributeError, TypeError):  # refused, not there, or asked for in another way
         return False
     expected = F.linear(x.to(torch.bfloat16).float(), packed.dequantize())
     return torch.allclose(y, expected, rtol=0.02, atol=0.2)
@@ -184,6 +198,7 @@ def quantize_model(model: Model, bits: int = 8, group_size: int | None = None, s
     """
     if not isinstance(model, Model) or not isinstance(model.head, Linear):
         raise ValueError("quantize_model takes a model with float weights, such as ll.load_pretrained() gives")
+    check_bits(bits)
 
     def weight_of(name: str) -> QuantizedTensor | Tensor:
         weight = model.get_submodule(name).weight

@@ -101,10 +101,13 @@ def build_stored(checkpoint: GGUFFile | HuggingFaceFolder, device: torch.device)
             _check_shape(wanted[part, layer][0], parts[-1], wanted[part, layer][1])
         if "norm" in name:
             return parts[0]
-        weight = concatenate(parts)
+        try:
+            weight = concatenate(parts)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}: use another kind of weights for this file") from None
         del parts
-        if weight.bits == 8:
-            in_table = name in ("embedding", "head")
+        in_table = name in ("embedding", "head")
+        if in_table or weight.bits == 8:
             weight = regroup(weight, table_group(weight.columns) if in_table else weight.columns)
         return weight.to(device)
 

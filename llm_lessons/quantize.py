@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .kv_cache import whole_number
 
-LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+LARGEST, TINY = torch.finfo(torch.float32).max, 2 * torch.finfo(torch.float32).tiny  # half of it is not yet 0
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class QuantizedTensor:
         groups = self.codes.unflatten(-1, (-1, self.group_size)).float()
         scale = self.scale[..., None]
         if self.symmetric:
-            values = (groups * scale).clamp(-LARGEST, LARGEST)
+            values = groups * scale
         else:  # by halves: the whole distance between minimum and maximum may lie beyond float32
             values = (groups * (scale / 2) + self.minimum[..., None] / 2) * 2
-        return values.flatten(-2)
+        return values.clamp_(-LARGEST, LARGEST).flatten(-2)
 
 
 def quantize(weight: Tensor, bits: int = 8, group_size: int | None = None, symmetric: bool = True) -> QuantizedTensor:
@@ -102,11 +102,11 @@ def quantize(weight: Tensor, bits: int = 8, group_size: int | None = None, symme
         codes = (groups / scale[..., None]).round().clamp(-last, last) + 2 ** (bits - 1)
     else:
         last, (minimum, maximum) = 2**bits - 1, groups.aminmax(dim=-1)
-        scale = (maximum / last - minimum / last).clamp_min(TINY)
+        scale = ((maximum / 2 - minimum / 2) / (last / 2)).clamp_min(TINY)
         above = groups / 2 - minimum[..., None] / 2
         codes = (above / (scale[..., None] / 2)).round().clamp(0, last)
     padding = 2 ** (bits - 1) if symmetric else 0  # stands for zero, or for the minimum
-    return QuantizedTensor(pack(codes.flatten(-2), bits, padding), scale, minimum, columns, bits)
+    return QuantizedTensor(_pack(codes.flatten(-2), bits, padding), scale, minimum, columns, bits)
 
 
 def concatenate(parts: list[QuantizedTensor]) -> QuantizedTensor:
@@ -122,15 +122,16 @@ def concatenate(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def regroup(weight: QuantizedTensor, group_size: int) -> QuantizedTensor:
-    """8 bits with one scale for each `group_size` columns, from 8 bits with other groups; loses a little.
+    """8 bits with one scale for each `group_size` columns, from other bits or groups; loses a little.
 
     Some rows at a time: the whole matrix in float32 would be four times as large.
     """
-    packed, groups = torch.empty_like(weight.packed), weight.columns // group_size
-    scale = weight.scale.new_empty(len(packed), groups)
+    packed = weight.packed.new_empty(weight.shape)
+    scale = weight.scale.new_empty(len(packed), weight.columns // group_size)
     for start in range(0, len(packed), 1024):
         rows = slice(start, start + 1024)
-        some = QuantizedTensor(weight.packed[rows], weight.scale[rows], None, weight.columns, 8)
+        minimum = None if weight.symmetric else weight.minimum[rows]
+        some = QuantizedTensor(weight.packed[rows], weight.scale[rows], minimum, weight.columns, weight.bits)
         new = quantize(some.dequantize(), 8, group_size)
         packed[rows], scale[rows] = new.packed, new.scale
     return QuantizedTensor(packed, scale, None, weight.columns, 8)
@@ -147,9 +148,17 @@ def pack(codes: Tensor, bits: int, padding: int = 0) -> Tensor:
     """Codes [..., columns], whole numbers from 0 to 2^bits - 1 -> uint8 [..., bytes].
 
     8 // bits codes share a byte, the first in its lowest bits: two of 4 or 3 bits, four of 2, one of 5 and more. Each
-    row begins with a byte of its own; `padding` fills up its last one.
+    row begins with a byte of its own; `padding` fills up its last one. ValueError for codes that do not fit.
     """
     bits = check_bits(bits)
+    if codes.numel() and not (0 <= codes.min() and codes.max() < 2**bits):
+        raise ValueError(f"codes of {bits} bits are whole numbers from 0 to {2**bits - 1}, not from {codes.min()} to "
+                         f"{codes.max()}: on a symmetric grid, add {2**(bits - 1)}")
+    return _pack(codes, bits, padding)
+
+
+def _pack(codes: Tensor, bits: int, padding: int) -> Tensor:
+    """`pack` without its checks, for which a GPU would have to be waited for."""
     share = 8 // bits
     codes = codes.to(torch.uint8)
     missing = -codes.shape[-1] % share
@@ -164,5 +173,7 @@ def unpack(packed: Tensor, columns: int, bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., bytes] -> codes, uint8 [..., columns]."""
     bits = check_bits(bits)
     share = 8 // bits
+    if packed.shape[-1] != -(-columns // share):
+        raise ValueError(f"{columns} codes of {bits} bits fill {-(-columns // share)} bytes, not {packed.shape[-1]}")
     codes = torch.stack([packed >> place * bits & 2**bits - 1 for place in range(share)], dim=-1)
     return codes.flatten(-2)[..., :columns]

@@ -41,7 +41,16 @@ def paged_by_4(capacity, batch=1):
     return MODEL.new_cache(capacity, batch, kind=ll.PagedCache, pool=pool)
 
 
+def quantized_8(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.QuantizedCache, bits=8)
+
+
+def quantized_4(capacity, batch=1):
+    return MODEL.new_cache(capacity, batch, kind=ll.QuantizedCache, bits=4)
+
+
 KINDS = [contiguous, growing, sliding, sliding_far, paged, paged_by_4]
+QUANTIZED = [quantized_8, quantized_4]  # exact for the first 63 tokens only: test_quantized_cache.py
 every_kind = pytest.mark.parametrize("new_cache", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -102,6 +111,9 @@ def held(cache):
         where = [list(row.blocks) for row in cache.rows]
     elif isinstance(cache, ll.GrowingCache):
         tensors, where = cache.keys + cache.values, None
+    elif isinstance(cache, ll.QuantizedCache):
+        tensors, where = [part for half in (cache.keys, cache.values) for part in vars(half).values()
+                          if isinstance(part, torch.Tensor)], list(cache._blocks)
     else:
         tensors = cache.keys, cache.values
         where = cache.positions.tolist() if isinstance(cache, ll.SlidingCache) else None
@@ -146,3 +158,61 @@ def consistent(pool, *caches):
     assert pool.users == [holders[block] for block in range(pool.blocks + 1)]
     assert pool.free_blocks == sum(users == 0 for users in pool.users[1:])
     return True
+
+
+# --- Quantized: keys that lie on the grid already, so that every number must come back as it went in -----------------
+
+BITS = (8, 4)
+LAST = {8: 255, 4: 15}  # steps on the grid
+both = pytest.mark.parametrize("new_cache", QUANTIZED, ids=lambda kind: kind.__name__)
+
+
+def small(bits=4, capacity=100, batch=1, layers=2, dtype=torch.float32, head_dim=6):
+    return ll.QuantizedCache(layers, 3, head_dim, capacity, batch, dtype, bits=bits)
+
+
+def lossless(bits, row, start, count, text=0):
+    """Keys [3, count, 6], multiples of the grid's step 1: every token and every block has both ends of the grid."""
+    p, c, h = torch.arange(start, start + count)[:, None], torch.arange(6), torch.arange(3)[:, None, None]
+    numbers = (5 * p + 7 * c + 3 * h + 11 * row + text * (c + 1)) % 16
+    numbers = numbers.where(p % 32 > 1, 15 * (p % 32)) * (LAST[bits] // 15)
+    numbers[..., 0], numbers[..., 1] = 0, LAST[bits]
+    return numbers.float()
+
+
+def stack(bits, rows, width):
+    """rows: (start, count, text) each -> keys [batch, 3, width, 6], behind each row's own tokens junk."""
+    k = torch.full((len(rows), 3, width, 6), torch.nan)
+    for row, (start, count, text) in enumerate(rows):
+        k[row, :, :count] = lossless(bits, row, start, count, text)
+    return k
+
+
+def put(cache, new, text=0, padding=0, layers=None):
+    """new[row] lossless tokens into the rows -> all keys and values of the last layer. `layers`: it stops there."""
+    width = max(new) + padding
+    cache.reserve(new)
+    k = stack(cache.bits, [(length, count, text) for length, count in zip(cache.lengths, new)], width)
+    for layer in range(cache.layers if layers is None else layers):
+        keys, values = cache.update(layer, k, -k)
+    if layers is None:
+        cache.advance(new)
+        return keys, values
+
+
+def seen(cache, layer=0):
+    """What the next pass will see of the tokens held, [batch, kv_heads, length, head_dim] each."""
+    nothing = torch.empty(len(cache.lengths), cache.kv_heads, 0, cache.head_dim, dtype=cache.dtype)
+    cache.reserve([0] * len(cache.lengths))
+    return cache.update(layer, nothing, nothing)
+
+
+def holds(cache, row, texts):
+    """Are the tokens of this row lossless(texts[position]), in every layer?"""
+    length, right = cache.lengths[row], torch.empty(3, len(texts), 6)
+    for text in set(texts):
+        places = torch.tensor(texts) == text
+        right[:, places] = lossless(cache.bits, row, 0, len(texts), text)[:, places]
+    pairs = (seen(cache, layer) for layer in range(cache.layers))
+    return all(torch.equal(keys[row, :, :length], right) and torch.equal(values[row, :, :length], -right)
+               for keys, values in pairs)
