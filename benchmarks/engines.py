@@ -44,7 +44,7 @@ class Course:
     def __init__(self, path: Path, weights: str):
         self.name, self.dtype = f"{self.name} {weights}", weights
         self.model, _ = ll.load_pretrained(path, weights=weights, device="cpu")
-        self.weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+        self.weight_bytes = self.model.nbytes
 
     def seconds(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
         """Seconds for the first token, and for each of the `new_tokens` after it."""

@@ -3,6 +3,7 @@
 Importing this fetches nothing, sets nothing, and needs neither Jupyter nor matplotlib.
 """
 
+from .batching import Engine, Step
 from .bpe import BPETokenizer
 from .capacity import SHAPES, Shape, ridge_point, roofline_time
 from .download import DownloadError, cache_folder
@@ -10,7 +11,7 @@ from .generate import Generation, decode, generate, keep_shared_prefix, prefill
 from .gpt2 import gpt2_ranks, gpt2_tokenizer
 from .kv_cache import Cache, GrowingCache, KVCache, SlidingCache
 from .model import Model, ModelConfig
-from .packed_linear import Int4Linear, Int8Linear, PackedLinear, packed_linear, quantize_model
+from .packed_linear import Int4Linear, Int8Linear, PackedLinear, quantize_model
 from .paged_cache import BlockPool, BlockTable, PagedCache
 from .pretrained import load_pretrained, load_tokenizer
 from .prose import course_prose
@@ -29,6 +30,7 @@ from .quality import (
 )
 from .quantize import QuantizedTensor, pack, quantize, unpack
 from .quantized_cache import QuantizedCache
+from .request import Request
 from .sampling import Sampler
 from .timing import (
     Roofline,

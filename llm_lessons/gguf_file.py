@@ -157,7 +157,7 @@ def q8_0(rows: np.ndarray, columns: int) -> QuantizedTensor:
     """Blocks of 32 weights in 34 bytes: d (float16), then 32 codes (int8); a weight is code · d."""
     blocks = rows.reshape(len(rows), columns // 32, 34)
     scale = blocks[..., :2].copy().view(np.float16).astype(np.float32)[..., 0]
-    packed = torch.from_numpy(blocks[..., 2:].reshape(len(rows), columns))
+    packed = torch.from_numpy(blocks[..., 2:].copy().reshape(len(rows), columns))
     packed ^= 128  # from -128 … 127 to 0 … 255
     return QuantizedTensor(packed, torch.from_numpy(scale), None, columns, 8)
 

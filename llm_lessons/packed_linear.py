@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .linear import Linear, product
 from .model import Model, ModelConfig, RMSNorm
-from .quantize import QuantizedTensor, check_bits, quantize, unpack
+from .quantize import QuantizedTensor, check_bits, concatenate, quantize, unpack
 
 MANY_ROWS = 64  # from here on, making a bfloat16 matrix out of int8 once costs less than the kernel's slower arithmetic
 
@@ -205,9 +205,10 @@ def quantize_model(model: Model, bits: int = 8, group_size: int | None = None, s
         if "norm" in name:
             return weight
         try:
-            if name in ("embedding", "head"):
-                return quantize(weight, 8, table_group(model.config.hidden))
-            return quantize(weight, bits, group_size, symmetric)
+            if name not in ("embedding", "head"):
+                return quantize(weight, bits, group_size, symmetric)
+            some = weight.split(4096)  # rows at a time: on the way, `quantize` needs several times a matrix's memory
+            return concatenate([quantize(rows, 8, table_group(model.config.hidden)) for rows in some])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 

@@ -16,6 +16,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -74,12 +75,14 @@ class BlockPool:
                              f"truncate its cache), or make a pool of more blocks")
         if count == 0:
             return []
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        taken = list(islice(self._free, count))
         for block in taken:
             self.forget(block)
-            self.users[block] = 1
         self.keys[:, taken] = 0
         self.values[:, taken] = 0
+        for block in taken:  # last: an interrupt while the memory is cleared loses no block
+            del self._free[block]
+            self.users[block] = 1
         return taken
 
     def share(self, block: int) -> None:

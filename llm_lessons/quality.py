@@ -28,7 +28,7 @@ from .model import Model, check_ids
 from .quantize import check_bits, quantize
 
 WINDOW = 512  # tokens that the model sees at most
-PIECE = 128  # positions whose logits exist at the same time: 49,152 numbers each, 25 MB in all
+PIECE = 32  # positions whose logits exist at the same time: 49,152 numbers each, 6 MB in all
 BLOCK = 128  # neighbouring tokens that are resampled together; see `bootstrap`
 MIN_BLOCKS = 8
 PARTS = ("blocks", "head")
@@ -125,8 +125,9 @@ def score(model: Model, ids, window: int = WINDOW) -> Score:
         raise ValueError(f"score takes one text of at least two tokens, not ids of the shape {list(ids.shape)}")
     hidden = torch.cat([model.body(piece) for piece in ids[:-1].split(window)])  # [T, hidden]
     targets = ids[1:].to(hidden.device)
-    loss = torch.cat([-log_probabilities(model.head, vectors).gather(-1, target[:, None])[:, 0]
-                      for vectors, target in zip(hidden.split(PIECE), targets.split(PIECE))])  # [T]
+    loss = torch.empty(len(targets), device=hidden.device)  # made first: what stays must not lie between what goes
+    for vectors, target, out in zip(hidden.split(PIECE), targets.split(PIECE), loss.split(PIECE)):
+        out.copy_(-log_probabilities(model.head, vectors).gather(-1, target[:, None])[:, 0])
     if not loss.isfinite().all():
         raise ValueError("the model's logits hold NaN or infinity: no loss can be computed from them")
     return Score(targets, hidden, model.head, loss)
@@ -173,13 +174,14 @@ def compare(candidate: Score, baseline: Score) -> Comparison:
     """Compare what two models make of the same text; ValueError when it was not the same."""
     if not torch.equal(candidate.targets, baseline.targets):
         raise ValueError("candidate and baseline were scored on different texts: score both on the same ids")
-    divergence, same = [], []
-    for vectors, baseline_vectors in zip(candidate.hidden.split(PIECE), baseline.hidden.split(PIECE)):
+    divergence, same = torch.empty_like(baseline.loss), torch.empty_like(baseline.targets, dtype=torch.bool)
+    for vectors, baseline_vectors, kl, alike in zip(*(whole.split(PIECE) for whole in (
+            candidate.hidden, baseline.hidden, divergence, same))):
         q = log_probabilities(candidate.head, vectors)  # [PIECE, vocab]
         p = log_probabilities(baseline.head, baseline_vectors)
-        same.append(p.argmax(-1) == q.argmax(-1))
-        divergence.append((p.exp() * (p - q)).sum(-1))  # Σ p · log(p / q)
-    return Comparison(candidate.loss - baseline.loss, torch.cat(divergence), torch.cat(same))
+        alike.copy_(p.argmax(-1) == q.argmax(-1))
+        kl.copy_(q.neg_().add_(p).mul_(p.exp_()).sum(-1))  # Σ p · log(p / q), in the memory of q and p
+    return Comparison(candidate.loss - baseline.loss, divergence, same)
 
 
 @torch.no_grad()

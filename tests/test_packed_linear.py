@@ -38,7 +38,7 @@ def plain(monkeypatch):
 
 
 def check_product(layer, weight, x, dtype=torch.bfloat16):
-    """bfloat16 rounds scales, weights and sums by up to 2^-9 each: that much of |x| |W| everywhere, far less together."""
+    """bfloat16 rounds scales, weights and sums by 2^-9 each at most: that much of |x| |W| everywhere, less together."""
     y, x, weight = layer(x), x.double(), weight.dequantize().double()
     expected, size = x @ weight.T, (x.square() @ weight.square().T).sqrt()
     assert y.shape == expected.shape and y.dtype == dtype
@@ -71,9 +71,9 @@ def test_vectors_may_come_in_any_shape_and_layout(settings, rows):
     """The int8 kernel for CPUs ends the process where its rows do not begin at a multiple of 32 bytes."""
     weight = quantize(random(32, 64), **settings)
     layer, wide = packed_linear(weight), vectors(2 * rows, 3, 192)
-    for x in (wide[0, 0, :64], wide[0, :, :64], wide[:, :, 64:128], wide[..., 1:65], wide[0, 0, 5:69], wide[::2, 1, ::3],
-              wide[:, 1, 7:135:2], vectors(64, rows).T, vectors(3, 64, rows).mT, wide[:1, :1, :64].expand(2, rows, 64),
-              wide[:0, 0, :64], vectors(2, rows, 2, 3, 64)):
+    for x in (wide[0, 0, :64], wide[0, :, :64], wide[:, :, 64:128], wide[..., 1:65], wide[0, 0, 5:69],
+              wide[::2, 1, ::3], wide[:, 1, 7:135:2], vectors(64, rows).T, vectors(3, 64, rows).mT,
+              wide[:1, :1, :64].expand(2, rows, 64), wide[:0, 0, :64], vectors(2, rows, 2, 3, 64)):
         check_product(layer, weight, x)
         with torch.inference_mode():
             check_product(layer, weight, x)
@@ -104,12 +104,19 @@ def test_shapes_that_no_kernel_takes_are_multiplied_the_plain_way(outputs, input
 
 @pytest.mark.parametrize("settings", [INT8, INT4], ids=str)
 @pytest.mark.parametrize("weight", [
-    torch.zeros(32, 64), torch.full((32, 64), 5.0), random(32, 64) * 1e-20, random(32, 64) * 1e30, random(32, 64).abs(),
-    torch.cat((random(31, 64), torch.zeros(1, 64)))], ids=["zeros", "constant", "tiny", "huge", "one-sided", "a zero row"])
+    torch.zeros(32, 64), torch.full((32, 64), 5.0), random(32, 64) * 1e-20, random(32, 64) * 1e30,
+    random(32, 64).abs(), torch.cat((random(31, 64), torch.zeros(1, 64)))],
+    ids=["zeros", "constant", "tiny", "huge", "one-sided", "a row of zeros"])
 def test_weights_of_any_size_are_multiplied(weight, settings):
     weight = quantize(weight, **settings)
     for rows in (2, 70):
         check_product(packed_linear(weight), weight, vectors(rows, 64))
+
+
+@needs_kernels
+def test_a_group_from_the_lowest_to_the_highest_number_has_a_finite_scale_and_offset():
+    weight = quantize(torch.tensor([[-3.3e38, 3.3e38] * 16] * 16), **INT4)
+    assert Int4Linear(weight).scale_and_offset.isfinite().all()  # 8 steps of 4.4e37 would be infinite
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -28,7 +28,9 @@ def folder(tmp_path):
 # --- The call -------------------------------------------------------------------------------------------------------
 
 def test_unknown_weights_and_names_are_refused_with_those_that_exist(tmp_path):
-    refused("smollm2-135m", "weights must be one of float32, bfloat16.*, not 'int3'", weights="int3")
+    for weights in ("int3", "INT8", 8, None, torch.bfloat16):
+        refused("smollm2-135m", "weights must be one of float32, bfloat16, int8, int4, stored, not "
+                + re.escape(repr(weights)), weights=weights)
     refused("smollm3", "no model 'smollm3': pass 'smollm2-135m', a folder", FileNotFoundError)
     refused(tmp_path / "absent.gguf", "no model '.*absent.gguf'", FileNotFoundError)
 

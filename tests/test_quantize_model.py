@@ -81,6 +81,14 @@ def test_each_layer_has_the_kernel_for_it(settings, shape, kernel, head):
     assert small.head.kernel == head
 
 
+def test_a_bfloat16_model_is_quantized_too_and_shares_no_memory_with_the_packed_one():
+    model = tiny_model(dtype=torch.bfloat16)
+    small = quantize_model(model)
+    ours, theirs = ({part.data_ptr() for part in (*m.parameters(), *m.buffers())} for m in (small, model))
+    assert not ours & theirs
+    assert distance(small(IDS), logits(dequantized(copy.deepcopy(model).float(), bits=8), IDS)) < 0.03
+
+
 # Weights of one layer: qkv (9 + 2·3)·32 · 288, output 288 · 288, gate and up 2·96 · 288, down 288 · 96.
 ROWS, WEIGHTS = 480 + 288 + 192 + 288, 480 * 288 + 288 * 288 + 192 * 288 + 288 * 96
 NORMS, TABLE = 2 * 7 * 288, 97 * 288
@@ -159,7 +167,8 @@ def test_a_packed_model_can_be_traced_copied_listed_and_moved(settings):
     other.load_state_dict({name: part.clone() for name, part in small.state_dict().items()})
     for model in (small, other):
         torch.testing.assert_close(model(IDS[:20]), expected, rtol=0.05, atol=0.3)
-    assert not list(small.to("meta").parameters())[0].is_cpu and {part.device.type for part in small.buffers()} == {"meta"}
+    small.to("meta")
+    assert {part.device.type for part in (*small.parameters(), *small.buffers())} == {"meta"}
 
 
 def test_the_shape_of_a_packed_model_is_that_of_the_model():

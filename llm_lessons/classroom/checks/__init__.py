@@ -6,4 +6,5 @@ from .embeddings import nearest, rotate_pairs, sinusoidal
 from .kv_cache import append, kv_bytes_per_token, window_mask, write
 from .next_token import rms_norm, swiglu, temperature, top_p, yours_or_ours
 from .prefill import intensity, least_time, prefill_flops, prefill_in_chunks
+from .quantization import int8_product, pack_nibbles, q4_1_block, quantize_rows
 from .tokenization import bpe_encode, count_pairs, merge_pair, stream_pieces
