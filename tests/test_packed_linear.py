@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import one_thread as one_thread
 
-from llm_lessons import Int4Linear, Int8Linear, PackedLinear, QuantizedTensor, packed_linear, quantize
-from llm_lessons.packed_linear import PackedTable
+from llm_lessons import Int4Linear, Int8Linear, PackedLinear, QuantizedTensor, quantize
+from llm_lessons.packed_linear import PackedTable, packed_linear
 
-packed = importlib.import_module("llm_lessons.packed_linear")  # `llm_lessons.packed_linear` is also a function
+packed = importlib.import_module("llm_lessons.packed_linear")
 
 INT8, INT4 = dict(bits=8), dict(bits=4, group_size=32, symmetric=False)
 KINDS = {

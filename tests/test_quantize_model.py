@@ -11,7 +11,7 @@ from tiny import one_thread as one_thread
 import llm_lessons as ll
 from llm_lessons import quantize, quantize_model
 
-packed = importlib.import_module("llm_lessons.packed_linear")  # `llm_lessons.packed_linear` is also a function
+packed = importlib.import_module("llm_lessons.packed_linear")
 
 INT8, INT4 = dict(bits=8), dict(bits=4, group_size=32, symmetric=False)
 WIDE = dict(hidden=288, head_dim=32, ffn=96)  # 9 query heads on 3 KV heads, in shapes that kernels take

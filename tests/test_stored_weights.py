@@ -19,7 +19,7 @@ from tiny import random_ids
 import llm_lessons as ll
 from llm_lessons.gguf_file import BLOCKS, GGUFFile
 
-packed = importlib.import_module("llm_lessons.packed_linear")  # `llm_lessons.packed_linear` is also a function
+packed = importlib.import_module("llm_lessons.packed_linear")
 
 HAS_KERNELS = all(packed._works(kind, "cpu") for kind in (ll.Int4Linear, ll.Int8Linear))
 KINDS = {kind.name: kind for kind in gguf.GGMLQuantizationType}
