@@ -49,11 +49,10 @@ def label(bits: int, group: int | None, symmetric: bool) -> str:
 
 def stored_bits(model: ll.Model) -> float:
     """Bits for each weight of the blocks' linear layers, as they lie in memory."""
-    layers = [layer for block in model.blocks for layer in
-              (block.attention.qkv, block.attention.output, block.ffn.gate_up, block.ffn.down)]
-    c = model.config
-    weights = c.layers * c.hidden * ((2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.ffn)
-    return 8 * sum(part.nbytes for layer in layers for part in (*layer.parameters(), *layer.buffers())) / weights
+    halves = [half for block in model.blocks for half in (block.attention, block.ffn)]  # without the norms
+    parts = ll.Shape.of(model).parts
+    nbytes = sum(stored.nbytes for half in halves for stored in (*half.parameters(), *half.buffers()))
+    return 8 * nbytes / (parts["attention"] + parts["ffn"])
 
 
 def measure(name: str, model: ll.Model, tokenizer, ids, baseline: Score | None, **grid) -> tuple[StoredRow, Score]:
@@ -68,9 +67,8 @@ def measure(name: str, model: ll.Model, tokenizer, ids, baseline: Score | None, 
     return row, found
 
 
-def rows(name: str, positions: int | None) -> Iterator[StoredRow]:
-    model, tokenizer = ll.load_pretrained(name, device="cpu")
-    ids = tokenizer.encode(ll.course_prose())[:None if positions is None else positions + 1]
+def rows(name: str, model: ll.Model, tokenizer, ids: list[int]) -> Iterator[StoredRow]:
+    """Every row of the table, the baseline's first. `model`: the one of this name, in float32."""
     first, baseline = measure("float32, the baseline", model, tokenizer, ids, None, bits_per_weight=32)
     yield first
     candidate = None
@@ -118,16 +116,17 @@ def main() -> None:
     parser.add_argument("--positions", type=int, help="predict so many tokens of the prose, from its start (all 7,049)")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file too")
     options = parser.parse_args()
+    model, tokenizer = ll.load_pretrained(options.model, device="cpu")
+    ids = tokenizer.encode(ll.course_prose())[:None if options.positions is None else options.positions + 1]
     measured, start = [], time.perf_counter()
-    for row in rows(options.model, options.positions):
+    for row in rows(options.model, model, tokenizer, ids):
         measured.append(row)
         print(f"{time.perf_counter() - start:4.0f} s  {row.label}: {row.ratio}", file=sys.stderr, flush=True)
-    ids = ll.load_tokenizer(options.model).encode(ll.course_prose())
     found = StoredQuality(
         machine=this_machine(), date=time.strftime("%Y-%m-%d"),
         command=shlex.join(["python", "benchmarks/quality.py", *sys.argv[1:]]),
         baseline=f"{options.model}, weights=float32", text="the course's prose, ll.course_prose()",
-        positions=min(len(ids) - 1, options.positions or len(ids)), questions=len(QUESTIONS), rows=tuple(measured))
+        positions=len(ids) - 1, questions=len(QUESTIONS), rows=tuple(measured))
     print(f"{found.machine}, {found.date}; baseline: {found.baseline}; {found.positions:,} positions of {found.text}\n")
     print(table(measured))
     if options.save:

@@ -29,12 +29,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .generate import _token_id, prefill
+from .generate import fresh_sampler, prefill, stop_id_set, token_id
 from .kv_cache import whole_number
 from .model import Model, check_ids
 from .paged_cache import BlockPool, PagedCache
 from .request import Request
-from .sampling import Sampler
 
 
 @dataclass
@@ -104,16 +103,13 @@ class Engine:
                              f"{self.pool.block_size}, the context window is {self.model.config.context}. Shorten it, "
                              f"or make an engine with more kv_blocks")
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        stop_ids = {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
+        stop_ids = stop_id_set(stop_ids)
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(stop, str) and stop for stop in stop_strings):
             raise ValueError(f"stop_strings must be texts that are not empty, not {stop_strings!r}")
         if stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: Engine(model, tokenizer)")
-        sampler = Sampler() if sampler is None else sampler
-        if not callable(sampler) or isinstance(sampler, type):
-            raise ValueError(f"a sampler is a function of logits and history, such as ll.Sampler(), not {sampler!r}")
-        sampler = sampler.restarted() if isinstance(sampler, Sampler) else sampler
+        sampler = fresh_sampler(sampler)
         max_new_tokens = min(max_new_tokens, self.room - len(ids) + 1)  # the last token needs no place in a block
         request = Request(self, self._submitted, ids.tolist(), max_new_tokens, sampler, stop_ids, stop_strings,
                           self._new_cache(tenant))
@@ -238,7 +234,7 @@ class Engine:
                 for block in request.cache.rows[0].blocks:  # its keys may be spoilt, also those of its first tokens:
                     self.pool.forget(block)  # 0 times NaN is NaN, and a pass adds up what is masked with weight 0
                 raise ValueError("the logits contain NaN or infinity: the model's arithmetic went wrong")
-            token = _token_id(request.sampler(logits, request.ids + request.tokens), self.model.config.vocab)
+            token = token_id(request.sampler(logits, request.ids + request.tokens), self.model.config.vocab)
             reason = request.finish_reason or request._write(token)  # its sampler may have cancelled it
         except Exception as error:
             request.error, reason = error, "error"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
 
 def decode(model: Model, token: int, cache: Cache) -> Tensor:
     """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
-    token = _token_id(token, model.config.vocab)
+    token = token_id(token, model.config.vocab)
     _check_cache(cache, model)
     with torch.inference_mode():  # no_grad, and less bookkeeping: a decode step is short
         logits = model([token], cache)[0]
@@ -53,7 +53,7 @@ def _check_cache(cache, model: Model) -> None:
     check_owner(cache, model)
 
 
-def _token_id(token, vocab: int) -> int:
+def token_id(token, vocab: int) -> int:
     """A token as a plain number: a tensor, which many samplers return, is never equal to a stop id in a set."""
     try:
         number = operator.index(token)
@@ -62,6 +62,19 @@ def _token_id(token, vocab: int) -> int:
     if isinstance(token, bool) or not 0 <= number < vocab:
         raise ValueError(f"a token is one id from 0 to {vocab - 1}, not {token!r}")
     return number
+
+
+def stop_id_set(stop_ids: int | Collection[int]) -> set[int]:
+    """One stop id, or several, as a set; ValueError for what cannot be an id."""
+    return {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
+
+
+def fresh_sampler(sampler) -> Callable:
+    """The sampler of one answer: greedy if none is given, a `Sampler` back at its seed, others as they are."""
+    sampler = Sampler() if sampler is None else sampler
+    if not callable(sampler) or isinstance(sampler, type):
+        raise ValueError(f"a sampler is a function of logits and history, such as ll.Sampler(), not {sampler!r}")
+    return sampler.restarted() if isinstance(sampler, Sampler) else sampler
 
 
 def keep_shared_prefix(cache: Cache, ids: Sequence[int]) -> int:
@@ -103,7 +116,7 @@ class Generation:
         prompt = ids.tolist()
         known = keep_shared_prefix(cache, prompt)
         logits = prefill(model, ids[known:], cache)
-        while (token := _token_id(sampler(logits, prompt + self.tokens), model.config.vocab)) not in stop_ids:
+        while (token := token_id(sampler(logits, prompt + self.tokens), model.config.vocab)) not in stop_ids:
             self.tokens.append(token)
             yield token
             if len(self.tokens) == max_new_tokens:
@@ -129,7 +142,7 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     if ids.dim() != 1:
         raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-    stop_ids = {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
+    stop_ids = stop_id_set(stop_ids)
     if cache is not None:
         _check_cache(cache, model)
         if len(cache.lengths) != 1:
@@ -142,8 +155,4 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
                          f"one")
     max_new_tokens = min(max_new_tokens, room - len(ids) + 1)  # the last token needs no place in the cache
     cache = model.new_cache(len(ids) + max_new_tokens - 1) if cache is None else cache
-    sampler = Sampler() if sampler is None else sampler
-    if not callable(sampler) or isinstance(sampler, type):
-        raise ValueError(f"a sampler is a function of logits and history, such as ll.Sampler(), not {sampler!r}")
-    sampler = sampler.restarted() if isinstance(sampler, Sampler) else sampler
-    return Generation(model, ids, max_new_tokens, sampler, stop_ids, cache)
+    return Generation(model, ids, max_new_tokens, fresh_sampler(sampler), stop_ids, cache)

@@ -32,7 +32,7 @@ PIECE = 32  # positions whose logits exist at the same time: 49,152 numbers each
 BLOCK = 128  # neighbouring tokens that are resampled together; see `bootstrap`
 MIN_BLOCKS = 8
 PARTS = ("blocks", "head")
-SCALE_BITS = 16  # of a scale or a minimum, where bits are counted
+SCALE_BITS = 16  # of a scale or a minimum, as files have them; quantize itself keeps them in float32
 
 QUESTIONS = (  # and a word that stands in a right answer
     ("What is the capital of Germany?", "Berlin"),

@@ -65,16 +65,16 @@ class Sampler:
     def __call__(self, logits: Tensor, history: Sequence[int] = ()) -> int:
         """logits [vocab] -> a token id. `history` (prompt and answer so far) serves the repetition penalty alone."""
         if self.temperature == 0:
-            return greedy(self._scores(logits, history))
+            return greedy(self._penalized(check_logits(logits), history))
         return int(torch.multinomial(self.stages(logits, history)[-1][1], 1, generator=self._generator))
 
-    def _scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        scores = check_logits(logits)
+    def _penalized(self, scores: Tensor, history: Sequence[int]) -> Tensor:
         return scores if self.repetition_penalty == 1 else penalize(scores, history, self.repetition_penalty)
 
     def stages(self, logits: Tensor, history: Sequence[int] = ()) -> list[tuple[str, Tensor]]:
         """The probabilities [vocab] after each step that is switched on, with its name; the last is drawn from."""
-        stages, scores = [("model", check_logits(logits).softmax(-1))], self._scores(logits, history)
+        scores = check_logits(logits)
+        stages, scores = [("model", scores.softmax(-1))], self._penalized(scores, history)
         if self.repetition_penalty != 1:
             stages.append(("repetition penalty", scores.softmax(-1)))
         if self.temperature == 0:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..kv_cache import whole_number
 from ..quality import Estimate
@@ -14,6 +16,7 @@ from ..quality import Estimate
 DATA = Path(__file__).parent.parent / "data"
 ENGINES, QUALITY = DATA / "engines.json", DATA / "quality.json"
 OPENING = 2048  # positions at the start of the text for which a row of the quality table has its figures a second time
+T = TypeVar("T")
 JOBS = ("decode", "prefill")
 
 
@@ -61,14 +64,18 @@ class StoredRun:
 
 def stored_run(path: Path | None = None) -> StoredRun | None:
     """The stored run of the benchmark, or None where there is none. ValueError for a file that cannot be read."""
-    path = ENGINES if path is None else path
+    return _stored(path or ENGINES, "engines.py", lambda found: StoredRun(
+        **{**found, "results": tuple(Result(**result) for result in found["results"])}))
+
+
+def _stored(path: Path, script: str, make: Callable[[dict], T]) -> T | None:
+    """What a script of benchmarks/ stored, made of the JSON file's content."""
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return StoredRun(**{**found, "results": tuple(Result(**result) for result in found["results"])})
+        return make(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a stored run of benchmarks/engines.py ({error}): remove it, or store the run "
+        raise ValueError(f"{path} is not a stored run of benchmarks/{script} ({error}): remove it, or store the run "
                          f"anew") from error
 
 
@@ -187,15 +194,8 @@ class StoredQuality:
 
 def stored_quality(path: Path | None = None) -> StoredQuality | None:
     """The stored table of quality, or None where there is none. ValueError for a file that cannot be read."""
-    path = QUALITY if path is None else path
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return StoredQuality(**{**found, "rows": tuple(StoredRow(**row) for row in found["rows"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a stored run of benchmarks/quality.py ({error}): remove it, or store the run "
-                         f"anew") from error
+    return _stored(path or QUALITY, "quality.py", lambda found: StoredQuality(
+        **{**found, "rows": tuple(StoredRow(**row) for row in found["rows"])}))
 
 
 def _texts(record, names: tuple[str, ...]) -> None:

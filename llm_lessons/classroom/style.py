@@ -86,6 +86,11 @@ def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
     axes.set_title(title)
 
 
+def short(value: float) -> str:
+    """A number with three digits that count, written out: 0.117, 1,200."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
 def footnote(figure: Figure, note: str) -> None:
     """A line under the picture: where its numbers were measured."""
     figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])

@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from torch import Tensor
 
 from ...quantize import QuantizedTensor
-from ..style import COLORS, Picture, drawable, footnote, label_axes, log_ticks, picture
+from ..style import COLORS, Picture, drawable, footnote, label_axes, log_ticks, picture, short
 
 WEIGHTS, MISTAKE, NEUTRAL = COLORS["weights"], COLORS["mistake"], COLORS["neutral"]
 ERRORS = LinearSegmentedColormap.from_list("errors", ["#FFFFFF", MISTAKE, "#4A1E00"])
@@ -67,11 +67,6 @@ def grid_summary(values: Tensor, quantized: QuantizedTensor) -> str:
 def _span(numbers: Tensor) -> str:
     low, high = f"{numbers.min():.3g}", f"{numbers.max():.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _short(value: float) -> str:
-    """A number with three digits that count, written out: 0.117, 1,200."""
-    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def grid_view(values: Tensor, quantized: QuantizedTensor) -> Picture:
@@ -178,8 +173,8 @@ def outlier_channels(activations: Tensor, title: str = "") -> Picture:
     if median == 0:
         raise ValueError("half of the channels or more are 0 throughout: a log scale has no place for them")
     names, heights = [f"channel {at}" for at in top], largest[top].tolist()
-    sizes = [f"{_short(height)} ({_short(height / median)} × median)" for height in heights]
-    alt = (f"the largest |value| of {len(largest)} channels over {len(activations)} tokens: median {_short(median)}; "
+    sizes = [f"{short(height)} ({short(height / median)} × median)" for height in heights]
+    alt = (f"the largest |value| of {len(largest)} channels over {len(activations)} tokens: median {short(median)}; "
            + ", ".join(f"{name}: {size}" for name, size in zip(names, sizes)))
     with picture(alt, 1, 2, height=3.6, width_ratios=[1.7, 1]) as (figure, (left, right)):
         left.semilogy(largest.tolist(), "o", color=NEUTRAL, markersize=3.5, markeredgewidth=0)
@@ -190,9 +185,9 @@ def outlier_channels(activations: Tensor, title: str = "") -> Picture:
         right.bar_label(bars, sizes, padding=2)
         right.invert_yaxis()
         right.set_xlim(0, 2.1 * heights[0])
-        right.set_xticks([0, heights[0]], ["0", _short(heights[0])])
+        right.set_xticks([0, heights[0]], ["0", short(heights[0])])
         right.grid(False)
-        left.axhline(median, color="black", linewidth=1.2, label=f"median {_short(median)}")
+        left.axhline(median, color="black", linewidth=1.2, label=f"median {short(median)}")
         right.axvline(median, color="black", linewidth=1.2)
         figure.legend(loc="outside lower center")
         label_axes(left, "channel", "largest |value| of any token\n(log scale)", drawable(title))

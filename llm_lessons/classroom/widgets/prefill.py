@@ -10,7 +10,7 @@ import ipywidgets
 from ...capacity import SHAPES, ridge_point, roofline_time
 from ...timing import Roofline
 from ..plots.prefill import roofline
-from ..style import Picture
+from ..style import Picture, short
 from .core import WIDTHS, Interactive, one_at_a_time, one_of
 
 TOKENS = [2**n for n in range(13)]  # 1 to 4096
@@ -37,11 +37,6 @@ def cost(matrices: Sequence[tuple[int, int]], tokens: int, weight_bytes: float,
     nbytes = sum(weight_bytes * inputs * outputs + activation_bytes * tokens * (inputs + outputs)
                  for inputs, outputs in matrices)
     return flops, nbytes
-
-
-def short(value: float) -> str:
-    """A number with three digits that count, written out: 0.117, 1,200."""
-    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 class RooflineExplorer(Interactive):

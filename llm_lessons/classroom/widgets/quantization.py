@@ -8,13 +8,13 @@ from html import escape
 import ipywidgets
 from torch import Tensor
 
+from ...quality import SCALE_BITS
 from ...quantize import QuantizedTensor, quantize
 from ..plots.quantization import grid_summary, grid_view
 from ..style import Picture
 from .core import Interactive, one_at_a_time
 
 GROUPS = (192, 96, 32)
-SCALE_BITS = 16  # of a scale, and of a minimum, as files store them; quantize itself keeps them in float32
 
 
 def on_grid(values: Tensor, bits: int, group_size: int, symmetric: bool, kept: float) -> QuantizedTensor:
