@@ -86,6 +86,8 @@ class BPETokenizer:
         """
         if not isinstance(vocab_size, int) or vocab_size < 256:
             raise ValueError(f"vocab_size must be at least 256, one token for each byte, not {vocab_size}")
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a str, not {type(text).__name__}")
         ids, weight = [], []  # every different piece once, and at each of its positions how often the text has it
         for piece, n in Counter(pre_split(text, pattern)).items():
             data = piece.encode()

@@ -242,6 +242,8 @@ class _Shapes(dict):
 SHAPES = _Shapes({
     # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     "smollm2-135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocab=49152),
+    # https://huggingface.co/meta-llama/Llama-3.2-1B
+    "llama-3.2-1b": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
     # https://huggingface.co/Qwen/Qwen3-4B (it also norms queries and keys: 9,216 parameters that a Shape leaves out)
     "qwen3-4b": Shape(layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, ffn=9728, vocab=151936),
     # https://huggingface.co/meta-llama/Meta-Llama-3-8B

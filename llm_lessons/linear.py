@@ -64,6 +64,16 @@ if _has_onednn() and torch.ops.mkldnn._linear_pointwise not in flop_registry:
     register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_linear_flops)
 
 
+class Layer(nn.Module):
+    """A small layer, called directly. torch's own way to call a module looks for hooks first, and takes 1 µs for it on
+    a CPU; 180 such calls are 3 % of a decode step on 4-bit weights. So hooks on a Layer are not run. The parts of the
+    model that you may want to look into are ordinary modules: blocks, attention, feed-forward, `Linear`.
+    """
+
+    def __call__(self, *inputs):
+        return self.forward(*inputs)
+
+
 class Linear(nn.Module):
     """y = x Wᵀ, without a bias. `weight` has the shape [out, in], as in `torch.nn.Linear`."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kv_cache import Cache, KVCache, whole_number
-from .linear import Embedding, Linear
+from .linear import Embedding, Layer, Linear
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Divide each vector by its root mean square, then scale. In float32 inside: a square overflows float16."""
 
     def __init__(self, size: int, eps: float, **where):
@@ -59,7 +59,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.device.type != "cpu" or x.requires_grad:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # On a CPU torch makes that of eight small operations, but a layer norm of one. Over (x, -x) it is the same: the
+        # mean is 0, and the variance is the mean of the squares. (For a backward pass it would keep twice as much.)
+        both = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * x.shape[-1],), eps=self.eps)
+        return both[..., : x.shape[-1]] * self.weight
 
 
 def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -255,7 +260,10 @@ def check_lengths(lengths, batch: int, tokens: int) -> list[int]:
     """The true length of each row, as a list; 0 means that a row sits this call out."""
     if lengths is None:
         return [tokens] * batch
-    lengths = list(lengths)
-    if len(lengths) != batch or not all(0 <= length <= tokens and length == int(length) for length in lengths):
-        raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tokens}, one for each row, not {lengths}")
-    return [int(length) for length in lengths]
+    try:
+        found = [whole_number("a length", length, 0) for length in lengths]
+    except (TypeError, ValueError):  # not a list, or not of whole numbers
+        found = []
+    if len(found) != batch or max(found) > tokens:
+        raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tokens}, one for each row, not {lengths!r}")
+    return found

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import Linear, product
+from .linear import Layer, Linear, product
 from .model import Model, ModelConfig, RMSNorm
 from .quantize import QuantizedTensor, check_bits, concatenate, quantize, unpack
 
 MANY_ROWS = 64  # from here on, making a bfloat16 matrix out of int8 once costs less than the kernel's slower arithmetic
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(Layer):
     """y = x Wᵀ, with the weights as `quantize` stores them, de-quantized anew at each call: the plain way."""
 
     kernel = "plain"
@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
         return some.dequantize().to(torch.bfloat16)
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(Layer):
     """One byte a weight, one scale a row. Activations in bfloat16, which the kernel asks for."""
 
     kernel = "int8"
@@ -77,7 +77,7 @@ class Int8Linear(nn.Module):
         return self.weight[ids].to(torch.bfloat16) * self.scale[ids][..., None]
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(Layer):
     """Half a byte a weight, one scale and one offset for each group of a row. Activations in bfloat16.
 
     The kernel computes (code - 8) · scale + offset, codes from 0 to 15; so offset = minimum + 8 · scale, or 0 on a
@@ -126,7 +126,7 @@ def _pack_int4(codes: Tensor) -> Tensor:
     return torch._convert_weight_to_int4pack(pairs, 4 if codes.shape[1] % 64 == 0 else 2)
 
 
-class PackedTable(nn.Module):
+class PackedTable(Layer):
     """The output head, and an embedding, on 8-bit weights [vocab, hidden]: slices of columns, each with a scale a row.
 
     The rows of a vocabulary are too uneven for one scale: for the course's model, six scales take a quarter of the
@@ -157,7 +157,7 @@ class PackedTable(nn.Module):
         return torch.cat([layer.rows(ids) for layer in self.slices], dim=-1)
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(Layer):
     """One row of a table for each id. The table may be the output head's: it is in memory once."""
 
     def __init__(self, table: PackedTable):

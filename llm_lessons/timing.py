@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .linear import product
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def best_device() -> torch.device:
@@ -67,6 +69,22 @@ def stopwatch(fn: Callable[[], object], device: torch.device | str = "cpu", runs
         seconds.append(time.perf_counter() - start)
     quarter = statistics.quantiles(seconds, n=4) if runs > 1 else [seconds[0]] * 3
     return Timing(statistics.median(seconds), (quarter[2] - quarter[0]) / 2, runs)
+
+
+def in_turns(work: Mapping[Key, Callable[[], object]], device: torch.device | str = "cpu",
+             rounds: int = 5) -> dict[Key, float]:
+    """Compare functions, name -> function: median seconds of a call of each, name -> seconds.
+
+    Every round times each of them once, so that a busy moment of the machine meets all alike: their ratios can be
+    trusted more than their times. A call before each timed one brings its own data back into the processor's caches.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, not {rounds}")
+    seconds = {name: [] for name in work}
+    for _ in range(rounds):
+        for name, fn in work.items():
+            seconds[name].append(stopwatch(fn, device, runs=1, warmup=1).median)
+    return {name: statistics.median(runs) for name, runs in seconds.items()}
 
 
 def timed(tokens: Iterable[int], device: torch.device | str = "cpu") -> Iterator[tuple[int, float]]:

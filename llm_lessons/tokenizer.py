@@ -65,6 +65,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        if not isinstance(ids, Iterable):
+            raise ValueError(f"decode takes a list of ids, not {ids!r}: decode([5]) for a single one")
         return b"".join(map(self.decode_single_token_bytes, ids)).decode("utf-8", errors="replace")
 
     def decode_single_token_bytes(self, token: int) -> bytes:
@@ -82,6 +84,8 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise ValueError("this model has no chat template: use encode(text), or load an instruction-tuned model")
+        if isinstance(messages, str | dict):
+            raise ValueError("chat takes a list of messages: [{'role': 'user', 'content': 'Hello'}]")
         messages = [self._checked(message) for message in messages]
         if not messages:
             raise ValueError("a chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
@@ -118,7 +122,8 @@ class Tokenizer:
         try:
             missing = set(text.encode()).intersection(self._missing)
         except AttributeError:
-            raise ValueError(f"text must be a str, not {type(text).__name__}: decode bytes first") from None
+            hint = ": decode bytes first" if isinstance(text, bytes) else ""
+            raise ValueError(f"text must be a str, not {type(text).__name__}{hint}") from None
         except UnicodeEncodeError as error:
             raise ValueError(f"character {text[error.start]!r} at position {error.start} is half of a surrogate pair, "
                              f"not text: decode the input properly first") from None

@@ -1,6 +1,7 @@
-"""What several test files share: the course's real model, loaded once, and the path of its file."""
+"""What several test files share: the course's real model, loaded once, the path of its file, and a JupyterLab."""
 
 import pytest
+from browser_tools import browser, lab, page  # noqa: F401 (fixtures of all test files, so that they share one server)
 from hypothesis import HealthCheck, settings
 
 import llm_lessons as ll

@@ -1,199 +1,255 @@
 """The lessons in a real JupyterLab, in a real browser: run all cells, use every widget as a person would.
 
-Skipped where no Chromium is found: playwright's own download of one is not available everywhere.
+`DRIVEN` says for each lesson and widget which function uses it. Such a function looks at what the page shows, and
+returns what the kernel must hold afterwards, by the label in front of the control.
 """
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from pathlib import Path
+import re
 
 import pytest
+from browser_tools import (
+    ASK,
+    ROOT,
+    choose,
+    code,
+    control,
+    drag,
+    in_kernel,
+    keep_screenshot,
+    keys,
+    lesson_cells,
+    needs_browser,
+    output,
+    redrawn,
+    run_all,
+    shown,
+)
 
-ROOT = Path(__file__).parent.parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+from llm_lessons.classroom import widgets
 
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A JupyterLab on a free port, serving a copy of the notebooks; yields its address."""
-    home = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
-                   "IPYTHONDIR": str(home / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
-                   "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
-    log = open(home / "lab.log", "w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
-         "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--LabApp.news_url=None",
-         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
-        cwd=home, env=environment, stdout=log, stderr=log)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(120):
-            try:
-                urllib.request.urlopen(f"{address}/api", timeout=2)
-                break
-            except OSError:
-                assert server.poll() is None, (home / "lab.log").read_text()
-                time.sleep(0.5)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(20)
-        log.close()
+SHOWN = re.compile(r"^widgets\.(\w+)\(", re.MULTILINE)
+HACK = "<img src=x onerror='document.title=1'>"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-        opened = play.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield opened
-        opened.close()
+def answer_stepper(page, widget) -> dict:
+    with redrawn(page, widget):
+        keys(page, widget, "token", "ArrowRight")
+    assert control(widget, "token").locator(".widget-readout").text_content() == "2"
+    with redrawn(page, widget):
+        drag(page, widget, "token", 1)
+    return {"token": int(control(widget, "token").locator(".noUi-handle").get_attribute("aria-valuemax").split(".")[0])}
 
 
-@pytest.fixture
-def page(browser):
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.errors = []
-    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    yield page
-    page.close()
-
-
-def run_all(page, address: str, name: str) -> None:
-    """Open a notebook, run all of its cells, and wait until the last one is done; no cell may print an error."""
-    page.goto(f"{address}/lab/tree/notebooks/{name}?reset")
-    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
-    # Asked to run before a kernel is there, JupyterLab asks back which one it should be.
-    page.wait_for_function("() => [...document.querySelectorAll('.jp-KernelName')]"
-                           ".some(name => name.textContent.includes('ipykernel'))", timeout=120_000)
-    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=60_000)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    # The kernel is fresh. (A restart makes JupyterLab itself log an error now and then, about its debugger.)
-    page.get_by_text("Run All Cells", exact=True).click()
-    prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.textContent)"
-    page.wait_for_function(f"() => {prompts}.some(text => text.includes('*'))", timeout=60_000)
-    page.wait_for_function(f"() => {prompts}.every(text => !text.includes('*'))", timeout=240_000)
-    numbers = [int(text.strip("[]: ")) for text in page.evaluate(f"() => {prompts}")]
-    assert numbers == list(range(1, len(numbers) + 1))
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
-
-
-def shown(page, widget, words: str) -> None:
-    """Wait until the widget shows these words."""
-    page.wait_for_function("([element, words]) => element.textContent.includes(words)",
-                           arg=[widget.element_handle(), words], timeout=60_000)
-
-
-def keep_screenshot(widget, name: str) -> None:
-    """Store a picture of the widget where LLM_LESSONS_SCREENSHOTS says, if it says so."""
-    if folder := os.environ.get("LLM_LESSONS_SCREENSHOTS"):
-        widget.screenshot(path=Path(folder) / f"{name}.png")
-
-
-def image_of(widget) -> str:
-    return widget.locator("img").first.get_attribute("src")
-
-
-def test_lesson_00_runs_and_its_stepper_follows_the_keyboard(page, lab):
-    run_all(page, lab, "00_two_jobs.ipynb")
-    widget = page.locator(".jp-OutputArea-output .widget-vbox").first
-    widget.scroll_into_view_if_needed()
-    handle = widget.locator(".noUi-handle")
-    before, at = image_of(widget), handle.get_attribute("aria-valuetext") or handle.get_attribute("aria-valuenow")
-    handle.focus()
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("([image, old]) => image.src !== old",
-                           arg=[widget.locator("img").first.element_handle(), before])
-    assert (handle.get_attribute("aria-valuetext") or handle.get_attribute("aria-valuenow")) != at
-    assert page.errors == []
-    keep_screenshot(widget, "00_stepper")
-
-
-def test_lesson_01_runs_and_its_explorer_shows_any_text_as_text(page, lab):
-    run_all(page, lab, "01_tokenization.ipynb")
-    widget = page.locator(".jp-OutputArea-output .widget-vbox").first
+def token_explorer(page, widget) -> dict:
     area = widget.locator("textarea")
-    area.scroll_into_view_if_needed()
-    area.fill("<img src=x onerror='document.title=1'>&amp; שלום")
+    area.fill(f"{HACK}&amp; שלום")
     shown(page, widget, "for 48 characters")
-    assert widget.locator("img").count() == 0
-    before = widget.text_content()
-    widget.locator("select").select_option("GPT-2")
-    page.wait_for_function("([element, old]) => element.textContent !== old",
-                           arg=[widget.element_handle(), before], timeout=60_000)
-    widget.locator("select").select_option("the course's model")
+    assert widget.locator("img").count() == 0 and page.title() != "1"
+    for tokenizer in ("GPT-2", "yours, 512 tokens", "the course's model"):
+        before = widget.text_content()
+        choose(widget, "tokenizer", tokenizer)
+        page.wait_for_function("([element, old]) => element.textContent !== old",
+                               arg=[widget.element_handle(), before])
     area.fill("\U00040000")
     shown(page, widget, "cannot be encoded")
+    area.fill("")
+    area.press_sequentially("hi")
+    shown(page, widget, "for 2 characters")
     area.fill("How does inference work? 你好 🦙 <b>&")
     shown(page, widget, "·inference")
-    keep_screenshot(widget, "01_explorer")
-    assert page.errors == []
+    return {"text": "How does inference work? 你好 🦙 <b>&", "tokenizer": "the course's model"}
 
 
-def test_lesson_02_runs_and_its_two_widgets_answer(page, lab):
-    run_all(page, lab, "02_embeddings.ipynb")
-    finder, dials = (page.locator(".jp-OutputArea-output .widget-vbox").nth(n) for n in (0, 1))
-    finder.scroll_into_view_if_needed()
-    field = finder.locator("input[type=text]").first
-    field.fill("<img src=x onerror=document.title='HACKED'>")
+def neighbour_finder(page, widget) -> dict:
+    field = widget.locator("input[type=text]")
+    with redrawn(page, widget):
+        field.fill(HACK)
+        field.press("Enter")
+        shown(page, widget, HACK.replace(" ", "·"))
+    assert widget.locator("img").count() == 1 and page.title() != "1"
+    field.fill("  ")
     field.press("Enter")
-    field.fill("ice cream")
-    field.press("Enter")
-    shown(page, finder, "2 tokens")
-    assert finder.locator("img").count() == 1 and page.title() != "HACKED"
-    keep_screenshot(finder, "02_neighbours")
-    dials.scroll_into_view_if_needed()
-    before = image_of(dials)
-    dials.locator(".noUi-handle").nth(2).focus()
+    shown(page, widget, "type a word")
+    assert not widget.locator("img").is_visible()
+    with redrawn(page, widget):
+        field.fill("")
+        field.press_sequentially("ice cream")
+        field.press("Enter")
+        shown(page, widget, "2 tokens: ·ice | ·cream.")
+    widget.locator("img").wait_for(state="visible")
+    return {"word": "ice cream"}
+
+
+def rope_dials(page, widget) -> dict:
+    shown(page, widget, "query at 3, key at 1, distance 2: score -3.456")
+    with redrawn(page, widget):
+        keys(page, widget, "both plus", "ArrowRight")
+    shown(page, widget, "query at 4, key at 2, distance 2: score -3.456")  # the distance is the same: so is the score
+    with redrawn(page, widget):
+        drag(page, widget, "both plus", 1)
+    shown(page, widget, "query at 103, key at 101, distance 2: score -3.456")
+    with redrawn(page, widget):
+        keys(page, widget, "query at", "ArrowRight", 2)
+        shown(page, widget, "query at 105, key at 101, distance 4")
+    assert "score -3.456" not in widget.text_content()
+    with redrawn(page, widget):
+        keys(page, widget, "key at", "ArrowLeft")
+        shown(page, widget, "query at 105, key at 100, distance 5")
+    return {"query at": 5, "key at": 0, "both plus": 100}
+
+
+def attention_explorer(page, widget) -> dict:
+    at = "([node, data]) => Object.keys(data).every(name => node.dataset[name] === data[name])"
+    picture = widget.locator(".map canvas")
+    page.wait_for_function(at, arg=[widget.element_handle(), {"layer": "18", "head": "6", "token": "105"}])
+    before = picture.evaluate("canvas => canvas.toDataURL()")
+    widget.get_by_role("gridcell", name="layer 16, head 0", exact=True).click()
+    page.wait_for_function(at, arg=[widget.element_handle(), {"layer": "16", "head": "0"}])
+    assert picture.evaluate("canvas => canvas.toDataURL()") != before
+    widget.locator(".word").nth(40).click()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("([image, old]) => image.src !== old",
-                           arg=[dials.locator("img").first.element_handle(), before], timeout=60_000)
-    assert "score -3.456" in dials.inner_text()
-    keep_screenshot(dials, "02_dials")
-    assert page.errors == []
+    page.wait_for_function(at, arg=[widget.element_handle(), {"token": "41"}])
+    return {"layer": 16, "head": 0, "token": 41}
 
 
-def test_lesson_03_runs_and_its_explorer_shows_the_head_that_is_clicked(page, lab):
-    run_all(page, lab, "03_attention.ipynb")
-    explorer = page.locator(".llm-attention")
-    explorer.scroll_into_view_if_needed()
-    page.wait_for_function("node => node.dataset.layer === '18' && node.dataset.head === '6'",
-                           arg=explorer.element_handle(), timeout=60_000)
-    explorer.get_by_role("gridcell", name="layer 16, head 0", exact=True).click()
-    page.wait_for_function("node => node.dataset.layer === '16' && node.dataset.head === '0'",
-                           arg=explorer.element_handle(), timeout=60_000)
-    keep_screenshot(explorer, "03_explorer")
-    assert page.errors == []
+def sampling_playground(page, widget) -> dict:
+    shown(page, widget, "7 tokens can come; nothing drawn yet")
+    with redrawn(page, widget):
+        keys(page, widget, "top-k (0: off)", "ArrowLeft", 9)
+        shown(page, widget, "3 tokens can come")
+    with redrawn(page, widget):
+        widget.get_by_role("button", name="draw 100").click()
+        shown(page, widget, "last drawn")
+    with redrawn(page, widget):
+        widget.get_by_role("button", name="draw 1", exact=True).click()
+    with redrawn(page, widget):
+        drag(page, widget, "min-p (0: off)", 0)
+        shown(page, widget, "nothing drawn yet")
+    with redrawn(page, widget):
+        keys(page, widget, "top-p (1: off)", "ArrowRight")
+    with redrawn(page, widget):
+        drag(page, widget, "temperature", 0)
+        shown(page, widget, ": 1 token can come")  # temperature 0 is greedy
+    seed = widget.locator("input[type=number]")
+    seed.fill("7")
+    seed.press("Enter")
+    with redrawn(page, widget):
+        widget.get_by_role("button", name="draw 100").click()
+        shown(page, widget, "last drawn")
+    return {"temperature": 0, "top-k (0: off)": 3, "top-p (1: off)": 1, "min-p (0: off)": 0, "seed": 7}
 
 
-def test_lesson_04_runs_and_its_playground_filters_and_draws(page, lab):
-    run_all(page, lab, "04_next_token.ipynb")
-    widget = page.locator(".jp-OutputArea-output .widget-vbox").first
-    widget.scroll_into_view_if_needed()
-    shown(page, widget, "7 tokens can come")
-    widget.locator(".noUi-handle").nth(1).focus()  # top-k, which stands at 12
-    for _ in range(9):
-        page.keyboard.press("ArrowLeft")
-    shown(page, widget, "3 tokens can come")
-    before = image_of(widget)
-    widget.get_by_text("draw 100").click()
-    page.wait_for_function("([image, old]) => image.src !== old",
-                           arg=[widget.locator("img").first.element_handle(), before], timeout=60_000)
-    shown(page, widget, "last drawn")
-    keep_screenshot(widget, "04_playground")
+def roofline_explorer(page, widget) -> dict:
+    """One matrix [14336, 4096] in float32: 2 · 4096 · 14336 FLOP a token; 234.9 MB and 4 bytes for each in and out."""
+    with redrawn(page, widget):
+        choose(widget, "matrices", "Llama-3-8B, one matrix")
+        shown(page, widget, "4 tokens: 0.47 GFLOP, 235 MB, 2 FLOP per byte. Bound by memory bandwidth")
+    with redrawn(page, widget):
+        keys(page, widget, "tokens (log scale)", "ArrowLeft", 2)
+        shown(page, widget, "1 token: 0.117 GFLOP, 235 MB, 0.5 FLOP per byte")
+    with redrawn(page, widget):
+        drag(page, widget, "tokens (log scale)", 1)
+        shown(page, widget, "4,096 tokens: 481 GFLOP, 537 MB, 896 FLOP per byte. Bound by arithmetic")
+    with redrawn(page, widget):
+        choose(widget, "bytes per weight", "0.5 (int4)")
+        shown(page, widget, "481 GFLOP, 331 MB")
+    return {"matrices": "Llama-3-8B, one matrix", "tokens (log scale)": 4096, "bytes per weight": 0.5}
+
+
+def step_timeline(page, widget) -> dict:
+    with redrawn(page, widget):
+        widget.get_by_role("button", name="with a cache", exact=True).click()
+    with redrawn(page, widget):
+        keys(page, widget, "prompt", "ArrowRight", 3)
+    with redrawn(page, widget):
+        drag(page, widget, "new tokens", 0)
+    with redrawn(page, widget):
+        keys(page, widget, "new tokens", "ArrowRight", 4)
+    return {"ToggleButtons": True, "prompt": 67, "new tokens": 6}
+
+
+def cache_growth(page, widget) -> dict:
+    """Llama-3-8B: 32 layers · keys and values · 8 heads of 128 · 2 bytes = 131,072 bytes a token."""
+    shown(page, widget, "131,072 bytes of cache per token; 32 users with 8,192 tokens each")
+    with redrawn(page, widget):
+        choose(widget, "heads", "MQA")
+        shown(page, widget, "Llama-3-8B, MQA (1 KV head): weights")
+        shown(page, widget, "16,384 bytes of cache per token")
+    with redrawn(page, widget):
+        choose(widget, "bytes per number", "1 (int8)")
+        shown(page, widget, "8,192 bytes of cache per token")
+    with redrawn(page, widget):
+        keys(page, widget, "context", "ArrowRight")
+        shown(page, widget, "32 users with 16,384 tokens each: 4.29")
+    with redrawn(page, widget):
+        drag(page, widget, "users", 0)
+        shown(page, widget, "1 user with 16,384 tokens each: 0.13")
+    with redrawn(page, widget):
+        choose(widget, "model", "SmolLM2-135M")  # 30 layers · 2 · 1 head of 64
+        shown(page, widget, "3,840 bytes of cache per token; 1 user")
+    return {"model": "SmolLM2-135M", "heads": "MQA", "context": 16384, "users": 1, "bytes per number": "1 (int8)"}
+
+
+def grid_explorer(page, widget) -> dict:
+    """Bits per weight, by hand: 4 + 16 / 576 for a whole row; 4 + 16 / 32 in groups, and a minimum as well; 2 bits."""
+    with redrawn(page, widget):
+        choose(widget, "row", "layer 0, qkv, row 0")
+        shown(page, widget, "layer 0, qkv, row 0: ")
+        shown(page, widget, "4.028 bits per weight with 16-bit scales.")
+    with redrawn(page, widget):
+        choose(widget, "a grid for", "32 weights")
+        shown(page, widget, "4.5 bits per weight with 16-bit scales.")
+    with redrawn(page, widget):
+        choose(widget, "grid", "asymmetric")
+        shown(page, widget, "5 bits per weight with 16-bit scales and minima")
+    with redrawn(page, widget):
+        drag(page, widget, "bits", 0)
+        shown(page, widget, "3 bits per weight")
+    with redrawn(page, widget):
+        keys(page, widget, "% of largest", "ArrowLeft", 2)
+        shown(page, widget, " clipped")
+    return {"row": "layer 0, qkv, row 0", "a grid for": 32, "grid": False, "bits": 2, "% of largest": 90}
+
+
+DRIVEN = {
+    "00_two_jobs": [answer_stepper],
+    "01_tokenization": [token_explorer],
+    "02_embeddings": [neighbour_finder, rope_dials],
+    "03_attention": [attention_explorer],
+    "04_next_token": [sampling_playground],
+    "05_prefill": [roofline_explorer],
+    "06_decode": [step_timeline],
+    "07_kv_cache": [cache_growth],
+    "08_quantization": [grid_explorer],
+}
+
+
+def widgets_of(cells) -> list[tuple[int, str]]:
+    """(number of the cell, name of the widget) for each widget that a lesson shows."""
+    return [(number, name) for number, cell in enumerate(cells) if cell.cell_type == "code"
+            for name in SHOWN.findall(cell.source)]
+
+
+def test_every_widget_of_every_lesson_is_driven():
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert names == sorted(DRIVEN)
+    shown_somewhere = set()
+    for name in names:
+        found = [widget for _, widget in widgets_of(lesson_cells(name))]
+        assert found == [drive.__name__ for drive in DRIVEN[name]], name
+        shown_somewhere |= set(found)
+    assert shown_somewhere == {name for name, made in vars(widgets).items() if callable(made) and name[0].islower()}
+
+
+@needs_browser
+@pytest.mark.parametrize("name", DRIVEN)
+def test_the_lesson_runs_and_its_widgets_answer(page, lab, name):
+    cells = lesson_cells(name)
+    run_all(page, lab, name, cells + code(ASK))
+    expected = []
+    for (number, called), drive in zip(widgets_of(cells), DRIVEN[name]):
+        widget = output(page, number)
+        expected.append(drive(page, widget))
+        keep_screenshot(widget, f"{name[:2]}_{called}")
+    assert expected and in_kernel(page) == expected
     assert page.errors == []

@@ -1,14 +1,12 @@
 """The attention explorer in a real JupyterLab: mouse and keyboard choose heads and tokens, and text stays text."""
 
-import json
-import os
 import re
-from pathlib import Path
 
-import nbformat
-from test_browser import browser, lab, page, pytestmark  # noqa: F401
+from browser_tools import code, keep_screenshot, needs_browser, run_all
 
 import llm_lessons as ll
+
+pytestmark = needs_browser
 
 # 30 x 9 heads as in the course's model; everything else as small as can be. Each word is one token.
 MAKE = r'''
@@ -42,30 +40,15 @@ def expected():
     return tokens, ll.trace(made["model"], ids).attention
 
 
-def open_notebook(page, lab, name, *cells):  # noqa: F811
-    """Put a notebook into the lab's folder, run it, and return its explorer."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    book.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    page.goto(f"{lab}/lab?reset")
-    status = page.evaluate("""async ([name, content]) => {
-        const xsrf = document.cookie.match(/_xsrf=([^;]+)/)?.[1] ?? "";
-        const answer = await fetch(`/api/contents/notebooks/${name}`, {method: "PUT",
-            headers: {"X-XSRFToken": xsrf, "Content-Type": "application/json"},
-            body: JSON.stringify({type: "notebook", format: "json", content})});
-        return answer.status}""", [name, json.loads(nbformat.writes(book))])
-    assert status in (200, 201)
-    page.goto(f"{lab}/lab/tree/notebooks/{name}?reset")
-    page.locator(".jp-KernelName", has_text="Python").wait_for(timeout=60_000)
-    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=60_000)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+def open_notebook(page, lab, name, *cells):
+    """Run a notebook of these cells, and return its explorer."""
+    run_all(page, lab, name, code(*cells))
     explorer = page.locator(".llm-attention")
-    explorer.wait_for(timeout=120_000)
     explorer.scroll_into_view_if_needed()
     return explorer
 
 
-def wait_for(page, explorer, **data):  # noqa: F811
+def wait_for(page, explorer, **data):
     """Wait until the explorer shows a layer (it then has the kernel's bytes), a head or a token."""
     page.wait_for_function("([node, data]) => Object.keys(data).every(name => node.dataset[name] === data[name])",
                            arg=[explorer.element_handle(), {name: str(value) for name, value in data.items()}])
@@ -76,15 +59,9 @@ def percent(weight) -> str:
     return "0 %" if byte == 0 else "under 1 %" if byte < 3 else f"{int(byte / 2.55 + 0.5)} %"
 
 
-def shot(explorer, name: str) -> None:
-    folder = os.environ.get("LLM_LESSONS_SCREENSHOTS")
-    if folder:
-        explorer.screenshot(path=Path(folder) / f"{name}.png")
-
-
-def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page, lab):  # noqa: F811
+def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page, lab):
     tokens, attention = expected()
-    explorer = open_notebook(page, lab, "explorer.ipynb", MAKE, SHOW,
+    explorer = open_notebook(page, lab, "explorer", MAKE, SHOW,
                              'print("in the kernel:", shown.widget.layer, shown.widget.head, shown.widget.token)')
     last = len(tokens) - 1
     wait_for(page, explorer, layer=0, head=0, token=last)
@@ -146,58 +123,18 @@ def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page,
     assert page.errors == []
 
 
-def test_it_is_readable_in_both_themes_and_on_a_narrow_page(page, lab):  # noqa: F811
-    explorer = open_notebook(page, lab, "themes.ipynb", MAKE, SHOW)
-    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question about news
-    for theme in ("JupyterLab Light", "JupyterLab Dark"):
-        choose_theme(page, theme)
-        dark = theme.endswith("Dark")
-        page.locator(".llm-attention.dark" if dark else ".llm-attention:not(.dark)").wait_for()
-        for width in (1280, 800):
-            page.set_viewport_size({"width": width, "height": 900})
-            page.wait_for_timeout(400)
-            assert explorer.evaluate("node => node.scrollWidth <= node.clientWidth + 1"), "something is cut off"
-            contrast = explorer.locator(".word").evaluate_all(CONTRAST)
-            assert min(contrast) >= 4.5, f"{theme}, {width}: a token is hard to read"
-            shot(explorer, f"03_explorer_{'dark' if dark else 'light'}_{width}")
-    assert page.errors == []
-
-
-def choose_theme(page, theme):  # noqa: F811
-    page.get_by_role("menuitem", name="Settings", exact=True).click()
-    page.get_by_text("Theme", exact=True).hover()
-    page.get_by_text(theme, exact=True).click()
-
-
-# Contrast of each token's text with its background, as WCAG defines it; a translucent background lies on the page's.
-CONTRAST = """words => words.map(word => {
-    const numbers = text => text.match(/[\\d.]+/g).map(Number);
-    const linear = v => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
-    const light = rgb => { const [r, g, b] = rgb.map(linear);
-                           return 0.2126 * r + 0.7152 * g + 0.0722 * b };
-    let page = word; let under = [255, 255, 255];
-    while ((page = page.parentElement)) {
-        const found = numbers(getComputedStyle(page).backgroundColor);
-        if (found.length === 3) { under = found; break } }
-    const [r, g, b, alpha = 1] = numbers(getComputedStyle(word).backgroundColor);
-    const back = light([r, g, b].map((v, n) => alpha * v + (1 - alpha) * under[n]));
-    const front = light(numbers(getComputedStyle(word).color).slice(0, 3));
-    return (Math.max(back, front) + 0.05) / (Math.min(back, front) + 0.05) })"""
-
-
-def test_200_tokens_follow_the_mouse_without_lag(page, lab):  # noqa: F811
-    explorer = open_notebook(page, lab, "long.ipynb", MAKE, SHOW.replace("text)", '" cat" * 200)'))
-    page.add_style_tag(content=".Toastify { display: none }")
+def test_200_tokens_follow_the_mouse_without_lag(page, lab):
+    explorer = open_notebook(page, lab, "long", MAKE, SHOW.replace("text)", '" cat" * 200)'))
     assert explorer.locator(".word").count() == 200
     milliseconds = explorer.evaluate("""node => {
-        const words = [...node.querySelectorAll('.word')], start = performance.now();
-        for (const word of words) {
+        const times = [...node.querySelectorAll('.word')].map(word => {
+            const start = performance.now();
             word.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}));
             node.querySelector('.words').offsetHeight;  // the browser must have laid it out
-        }
-        return (performance.now() - start) / words.length }""")
-    print(f"{milliseconds:.1f} ms for each token")
+            return performance.now() - start });
+        return times.sort((a, b) => a - b)[100] }""")  # the median: the machine may be busy with other things
+    print(f"{milliseconds:.1f} ms for a token")
     assert milliseconds < 50, "slower than 20 pictures a second"
-    shot(explorer, "03_explorer_200")
+    keep_screenshot(explorer, "03_explorer_200")
     assert page.errors == []
 

@@ -20,8 +20,8 @@ TINY = Shape(**SIZES)  # 9 query heads and 3 key/value heads of 4, tied
 CHANGES = [{}, {"tied": False}, {"kv_heads": 9}, {"kv_heads": 1}, {"head_dim": 10}, {"layers": 1}]
 
 # What Hugging Face shows beside each model's files, in numbers.
-PUBLISHED = {"smollm2-135m": 134_515_008, "qwen3-4b": 4_022_468_096, "llama-3-8b": 8_030_261_248,
-             "llama-2-13b": 13_015_864_320, "llama-3-70b": 70_553_706_496}
+PUBLISHED = {"smollm2-135m": 134_515_008, "llama-3.2-1b": 1_235_814_400, "qwen3-4b": 4_022_468_096,
+             "llama-3-8b": 8_030_261_248, "llama-2-13b": 13_015_864_320, "llama-3-70b": 70_553_706_496}
 
 
 def on_no_device(shape, name):

@@ -36,6 +36,14 @@ def test_drawing_changes_neither_the_backend_nor_the_settings():
     assert dict(matplotlib.rcParams) == before
 
 
+def test_two_passes_say_their_shapes():
+    shown = plots.two_passes(5, 576, 30, 49152)
+    assert shown.png().startswith(PNG)
+    assert "[5, 576]" in shown.alt and "[1, 576]" in shown.alt and "49,152" in shown.alt
+    texts = " ".join(text.get_text() for text in shown.axes[0].texts)
+    assert "[5, 576]" in texts and "[1, 576]" in texts and "KV cache" in texts
+
+
 @pytest.mark.parametrize("text", ["$x_1$", "\\frac", "<script>alert(1)</script>", "你好", "🦙", "", "\n", "שלום", "\0"])
 def test_any_text_can_be_drawn_without_a_warning(text, recwarn):
     steps = [plots.Step(text, 0.1, [(text, 0.5), ("other", 0.1)])] * 2

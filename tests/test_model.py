@@ -243,7 +243,8 @@ def test_ids_of_any_whole_number_type_are_accepted(dtype):
     same_logits(MODEL(torch.tensor([3, 96, 0], dtype=dtype)), MODEL([3, 96, 0]))
 
 
-@pytest.mark.parametrize("lengths", [[3, 1], [-1, 1], [1], [1, 1, 1], [], [1.5, 1], [float("nan"), 1]], ids=str)
+@pytest.mark.parametrize("lengths", [[3, 1], [-1, 1], [1], [1, 1, 1], [], [1.5, 1], [float("nan"), 1], 2, "12",
+                                     [None, 1], [[1], [1]]], ids=str)
 @pytest.mark.parametrize("cached", [True, False])
 def test_bad_lengths_are_refused(lengths, cached):
     cache = MODEL.new_cache(8, batch=2) if cached else None

@@ -76,6 +76,17 @@ def test_a_real_sleep_is_measured():
     assert 0.01 <= ll.stopwatch(lambda: time.sleep(0.01), runs=3).median < 0.5
 
 
+def test_in_turns_times_each_once_a_round_and_gives_medians(clock):
+    waits = {"a": iter([9, 1, 9, 2, 9, 30]), "b": iter([9, 5, 9, 4, 9, 6])}  # 9: the warm-up, which does not count
+    work = {name: lambda name=name: clock.wait(next(waits[name])) for name in waits}
+    assert ll.in_turns(work, "cuda", rounds=3) == pytest.approx({"a": 2, "b": 5})
+    turns = [event for event in clock.events if event.startswith("work")]
+    assert turns == [f"work {n}" for n in (9, 1, 9, 5, 9, 2, 9, 4, 9, 30, 9, 6)]
+    assert clock.events[1:6] == ["wait for cuda", "clock", "work 1", "wait for cuda", "clock"]
+    with pytest.raises(ValueError, match="rounds must be at least 1, not 0"):
+        ll.in_turns(work, rounds=0)
+
+
 # --- Tokens and their times -----------------------------------------------------------------------------------------
 
 def answer(clock, prefill, *steps):

@@ -1,7 +1,7 @@
 """Keep the committed notebooks in order: `python tools/notebooks.py run [files]`, `python tools/notebooks.py links`.
 
 `run` executes notebooks from a fresh kernel and stores their outputs, the reading copy. Live widgets are left out of
-it (a front end without a kernel would show an error in their place); their pictures stay.
+it (a front end without a kernel would show an error in their place); their pictures stay, with their words as `alt`.
 `links` writes the address of the repository, which stands in pyproject.toml alone, into every badge and set-up cell.
 """
 
@@ -76,6 +76,14 @@ def tidy(book: nbformat.NotebookNode) -> None:
             cell.outputs = joined(cell.outputs)
             for output in cell.outputs:
                 output.get("data", {}).pop(WIDGET, None)
+                describe(output)
+
+
+def describe(output: nbformat.NotebookNode) -> None:
+    """Say what a picture shows where nbconvert looks for it: its words become the `alt` text of the HTML page."""
+    data = output.get("data", {})
+    if "image/png" in data and ": " in data.get("text/plain", ""):  # "Picture: ..." or "Interactive: ..."
+        output.metadata["image/png"] = {"alt": data["text/plain"].split(": ", 1)[1]}
 
 
 def joined(outputs: list) -> list:

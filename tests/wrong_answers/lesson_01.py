@@ -216,6 +216,15 @@ def streams_bytes(tokens):
     return list(tokens)
 
 
+def compares_a_list_with_a_tuple(ids, pair, new_id):
+    result, i = [], 0
+    while i < len(ids):
+        found = ids[i:i + 2] == pair
+        result.append(new_id if found else ids[i])
+        i += 2 if found else 1
+    return result
+
+
 WRONG = {
     "count_pairs": [
         (counts_without_overlap, "'aaa'.*overlap"), (counts_without_the_last, "last pair is missing"),
@@ -225,7 +234,8 @@ WRONG = {
     "merge_pair": [
         (merges_overlapping, "'aaa'.*overlapping"), (keeps_the_right_part, "right part"),
         (merges_once, "only the first"), (loses_the_last, "last id"), (merges_from_the_right, "from the right"),
-        (reads_behind_the_end, "IndexError"), (merges_in_place, "changed its input")],
+        (reads_behind_the_end, "IndexError"), (merges_in_place, "changed its input"),
+        (compares_a_list_with_a_tuple, "a list never equals a tuple")],
     "bpe_encode": [
         (encodes_from_the_left, "comes first in the text"), (encodes_the_most_frequent_first, "most frequent"),
         (encodes_the_latest_first, "learned last"), (encodes_one_merge, "only one pair"),

@@ -174,6 +174,23 @@ def only_the_first_half(x, position, base):
     return turn(x, pair_angles(x, position, base))[:len(x) // 2]
 
 
+def always_ten_thousand(x, position, base):
+    first, second = x.chunk(2)
+    angle = position / 10_000 ** (torch.arange(0, len(x), 2) / len(x))
+    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()))
+
+
+def size_of_a_half(x, position, base):
+    first, second = x.chunk(2)
+    angle = position / base ** (torch.arange(0, len(x), 2) / len(first))
+    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()))
+
+
+def counts_columns(count, size):
+    angles = torch.arange(count)[:, None] / 10_000 ** (2 * torch.arange(0, size, 2) / size)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
+
+
 WRONG = {
     "nearest": [
         (first_is_not_itself, "another row has the same direction as row 40"),
@@ -188,12 +205,14 @@ WRONG = {
         (halves, "take turns"), (cosine_first, "cosine stands first"), (from_one, "first token has position 0"),
         (half_exponent, "exponent is 2i / size"), (place_as_exponent, "same angle"), (multiplied, "should be divided"),
         (in_degrees, "radians"), (transposed, r"one row for each position.*\[3, 4\]"),
+        (counts_columns, "i is the number of the pair"),
     ],
     "rotate_pairs": [
         (interleaved, r"neighbours.*x\[i\] with x\[i \+ size/2\]"),
         (interleaved_in_half_split_out, "changed places"), (other_way_round, "the wrong way"),
         (position_from_one, "position 0 turns nothing"), (degrees, "radians"), (slow_angles, r"not base\^\(i / size\)"),
         (one_angle_for_all, "the same angle"), (growing_angles, "divide the position"),
+        (always_ten_thousand, "the base was 100,000"), (size_of_a_half, "both halves"),
         (no_minus, "turning keeps the length"), (only_the_first_half, r"shape \[4\], not \[2\]"),
     ],
 }

@@ -176,17 +176,22 @@ def mean_over_the_heads(weights):
     return weights.diagonal(-1, 1, 2).mean(0)
 
 
+def scaled_by_the_number_of_queries(q, k):
+    return (q @ k.T / q.shape[0] ** 0.5).softmax(-1)
+
+
 WRONG = {
     "attention_weights": [
         (no_scale, "the scale is missing"), (scaled_by_d, "you divided by d; .* square root"),
-        (scaled_by_the_number_of_keys, "number of keys"), (scaled_after_softmax, "scaled after softmax"),
+        (scaled_by_the_number_of_keys, "number of keys"), (scaled_by_the_number_of_queries, "number of queries"),
+        (scaled_after_softmax, "scaled after softmax"),
         (softmax_over_the_queries, "over the queries: each column sums to 1"),
         (softmax_over_everything, r"the weights, at \[\d, \d\], is"),
         (keys_ask_the_queries, "rows and columns are swapped"),
         (scale_2, "always 2"), (scale_8, "always 8"), (not_normalised, "do not sum to 1"),
         (plain_python_overflows, "exp overflows"), (no_softmax, "softmax over the keys is still missing"),
         (exp_overflows, "NaN for large scores"),
-        (elementwise_product, r"shape \[3, 3\], not \[3, 4\]")],
+        (elementwise_product, "raised RuntimeError")],
     "causal_mask": [
         (top_left, "queries=1, keys=5 your mask starts in the top left corner: the first query stands at position 4"),
         (masks_the_diagonal, "cannot see itself"), (one_too_late, "row 0 attends to a later token"),
@@ -198,7 +203,7 @@ WRONG = {
         (tiled_values_only, r"for 4 query heads, 2 key/value heads .*at \[\d, \d, \d\], is"),
         (grouped_without_scale, "the scale is missing"), (grouped_top_left, "top left corner"),
         (grouped_without_mask, "attends to later tokens"), (grouped_without_itself, "not even its own"),
-        (masked_after_softmax, "masked after softmax"), (masked_with_zero, r"the result, at \[\d, \d, \d\], is"),
+        (masked_after_softmax, "masked after softmax"), (masked_with_zero, "a masked score is 0"),
         (heads_not_repeated, "raised RuntimeError")],
     "previous_token_score": [
         (looks_at_itself, "looks at itself"), (looks_ahead, "the next one; masked, so 0"),

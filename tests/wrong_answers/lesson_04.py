@@ -276,6 +276,22 @@ def one_hot_of_float32(logits, t):
     return (logits / t).softmax(-1)
 
 
+def fixed_eps(x, weight, eps=1e-5):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * weight
+
+
+def one_dimension_more(x, weight, eps=1e-5):
+    wide = x.float()
+    return ((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).unsqueeze(-1)
+
+
+def exp_overflows(logits, t):
+    if t == 0:
+        return F.one_hot(logits.argmax(), len(logits)).to(logits.dtype)
+    return (logits / t).exp() / (logits / t).exp().sum()
+
+
 WRONG = {
     "rms_norm": [
         (mean_instead_of_squares, "mean of the numbers"), (absolute_values, "absolute values"),
@@ -285,7 +301,8 @@ WRONG = {
         (sum_instead_of_mean, "root of the sum"), (one_mean_for_all, "one mean over the whole"),
         (mean_over_the_tokens, "dim 0"), (no_keepdim, "keepdim=True"), (multiplied, "divide by it"),
         (gemmas_weight, "Gemma"), (in_half_precision, "float16 can hold"), (widens, "bfloat16 x came back as float64"),
-        (stays_float32, r"\.to\(x\.dtype\)")],
+        (stays_float32, r"\.to\(x\.dtype\)"), (fixed_eps, "always 1e-5"),
+        (one_dimension_more, r"shape \[2, 4, 1\]")],
     "swiglu": [
         (silu_on_up, "silu on up"), (silu_on_the_product, "silu on the product"), (silu_on_both, "silu on both"),
         (no_silu, "silu is missing"), (sigmoid, "sigmoid alone"), (gelu, "gelu"), (relu, "relu"), (added, "multiplies"),
@@ -298,7 +315,7 @@ WRONG = {
         (scales_the_probabilities, "changes nothing"), (softmax_twice, "softmax twice"),
         (returns_the_token, "one number"), (returns_the_token_at_zero, "one number"), (shares_a_tie, "shared"),
         (ignores_zero, "as they are"), (marks_every_best, "every best token"),
-        (takes_the_last_of_a_tie, "the last of them")],
+        (takes_the_last_of_a_tie, "the last of them"), (exp_overflows, "exp overflows")],
     "top_p": [
         (zeros_of_float32, "zeros_like"),
         (drops_the_crossing_token, "lacks the token with which"), (may_keep_none, "always kept"),
@@ -306,5 +323,5 @@ WRONG = {
         (ascending_and_unshifted, "least probable first"), (not_renormalised, "sums to 1"),
         (in_sorted_order, "sorted order"), (only_the_kept, "one place for each"), (a_mask, "says which"),
         (one_too_many_at_the_edge, "one token too many"), (one_too_many, "one token too many"),
-        (a_fixed_threshold, "NaN"), (min_p_instead, "every token")],
+        (a_fixed_threshold, "Add them up"), (min_p_instead, "every token")],
 }

@@ -15,8 +15,9 @@ def _random(*shape: int, seed: int = 0, large: float = 1.0) -> Tensor:
 @exercise
 def attention_weights(answer) -> None:
     """`answer(q [T, D], k [S, D])` -> the weights [T, S] of one head without a mask."""
-    for q, k in ((_random(3, 4), _random(3, 4, seed=1)), (_random(2, 9, seed=2), _random(5, 9, seed=3)),
-                 (_random(1, 64, seed=4), _random(7, 64, seed=5)), (_random(2, 4, large=40), _random(3, 4, large=40))):
+    for q, k in ((_random(2, 4), _random(3, 4, seed=1)), (_random(3, 4), _random(3, 4, seed=1)),
+                 (_random(2, 9, seed=2), _random(5, 9, seed=3)), (_random(1, 64, seed=4), _random(7, 64, seed=5)),
+                 (_random(2, 4, large=40), _random(3, 4, large=40))):
         scores, d = q @ k.T, q.shape[-1]
         what = f"for queries of shape {list(q.shape)} and keys of shape {list(k.shape)}, the weights"
         mistakes = {"these are the scores; softmax over the keys is still missing": scores / d**0.5,
@@ -32,6 +33,9 @@ def attention_weights(answer) -> None:
         if k.shape[0] != d:
             mistakes["you divided by the square root of the number of keys; d is the length of a vector"] = \
                 (scores / k.shape[0] ** 0.5).softmax(-1)
+        if q.shape[0] not in (d, k.shape[0]):
+            mistakes["you divided by the square root of the number of queries; d is the length of a vector"] = \
+                (scores / q.shape[0] ** 0.5).softmax(-1)
         for scale, words in ((2.0, "the scale is always 2"), (8.0, "the scale is always 8, the root of 64")):
             if scale != d**0.5:
                 mistakes[f"{words}; here the vectors have {d} numbers: divide by the square root of q.shape[-1]"] = \
@@ -83,14 +87,14 @@ def causal_mask(answer) -> None:
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, tiled=False, scale=True, mask: int | None = 0,
-             renormalise=True) -> Tensor:
+             renormalise=True, hidden=-torch.inf) -> Tensor:
     """Grouped causal attention, right or with a mistake; `mask` moves the diagonal (None: no mask)."""
     share, (tokens, keys) = q.shape[0] // k.shape[0], (q.shape[1], k.shape[1])
     k, v = (x.repeat(share, 1, 1) if tiled else x.repeat_interleave(share, 0) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / (q.shape[-1] ** 0.5 if scale else 1)
     seen = torch.ones(tokens, keys).tril(keys - tokens + mask).bool() if mask is not None else torch.ones(1).bool()
     if renormalise:
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return scores.masked_fill(~seen, hidden).softmax(-1) @ v
     return (scores.softmax(-1) * seen) @ v
 
 
@@ -108,6 +112,8 @@ def grouped_attention(answer) -> None:
             "the scale is missing: divide the scores by the square root of d": _grouped(q, k, v, scale=False),
             "you masked after softmax: the rest no longer sums to 1. Mask the scores with -inf before it":
             _grouped(q, k, v, renormalise=False),
+            "a masked score is 0, which is a score like others and still gets weight: make it -inf":
+            _grouped(q, k, v, hidden=0.0),
             "a query attends to later tokens: the causal mask is missing": _grouped(q, k, v, mask=None),
             "a token cannot see itself: the diagonal belongs to the past": _grouped(q, k, v, mask=-1).nan_to_num()}
         if tokens < keys:

@@ -67,7 +67,7 @@ def _guarded(fn: Callable) -> Callable:
             raise Wrong(f"for {show(arguments)} your function returned None: is a `return` missing?")
         for before, after in zip(arguments, copies):
             if not _same(before, after):
-                raise Wrong(f"your function changed its input {show([before])} in place: work on a copy")
+                raise Wrong(f"your function changed its input ({show([before])}) in place: work on a copy")
         return result
 
     return answer

@@ -84,6 +84,8 @@ def sinusoidal(answer) -> None:
             "your rows begin at position 1; the first token has position 0": _woven(*_waves(positions + 1, size)),
             "each pair is too slow or too fast: the exponent is 2i / size, with i the number of the pair":
                 _woven(*_waves(positions, size, exponent=1.0)),
+            "each pair is too slow: in 2i / size, i is the number of the pair, 0 to size / 2 - 1":
+                _woven(*_waves(positions, size, exponent=4.0)),
             "sine and cosine of a pair must have the same angle: 2i is the same for both":
                 torch.stack([f(positions.double() / 10_000 ** (j / size)) for j in range(size)
                              for f in [torch.cos if j % 2 else torch.sin]], dim=-1),
@@ -120,6 +122,10 @@ def rotate_pairs(answer) -> None:
                 _turned(woven, position, base),
             "your pairs are neighbours, (x[0], x[1]), …; this model pairs x[i] with x[i + size/2]":
                 _turned(woven, position, base).reshape(2, -1).t().reshape(-1),
+            **({} if base == 10_000 else {f"you used 10,000 where the base was {base:,.0f}: take `base`":
+                                          _turned(x, position, 10_000.0)}),
+            "the angles fall too fast: in 2i / size, size is the length of x, both halves":
+                _turned(x, position, base, exponent=4.0),
             "the hands turn the wrong way: the first of a pair becomes a·cos - b·sin": _turned(x, position, base, -1),
             "position 0 turns nothing: your positions begin at 1": _turned(x, position + 1, base),
             "cos and sin take radians: do not convert to degrees or from them":

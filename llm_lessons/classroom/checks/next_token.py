@@ -111,6 +111,9 @@ def rms_norm(answer: Callable) -> None:
             centred / x.std(-1, keepdim=True) * weight,
         "you subtracted the mean first; RMSNorm divides x as it is": centred * square.rsqrt() * weight,
     })
+    shape = list(as_tensor(got, "the result").shape)
+    if shape != [2, 4]:
+        raise Wrong(f"for x of shape [2, 4] the result has the shape {shape}; it must be that of x")
     small = torch.tensor([[1e-3, -1e-3, 2e-3, 0.0]])
     root = small.pow(2).mean(-1, keepdim=True).sqrt()
     compare(answer(small, weight, eps), _rms_norm(small, weight, eps), "for [0.001, -0.001, 0.002, 0] the result", {
@@ -118,6 +121,8 @@ def rms_norm(answer: Callable) -> None:
         "you added eps to the root; it belongs under it, added to the mean of the squares":
             small / (root + eps) * weight,
     })
+    compare(answer(small, weight, 1e-3), _rms_norm(small, weight, 1e-3), "for eps = 0.001 the result", {
+        "your eps is always 1e-5: use the argument": _rms_norm(small, weight, 1e-5)})
     zeros = torch.zeros(2, 4)
     compare(answer(zeros, weight, eps), zeros, "for a vector of zeros the result")
     large, ones = torch.tensor([1000.0, -1000.0, 1000.0, 1000.0]).half(), torch.ones(4).half()
@@ -219,6 +224,11 @@ def temperature(answer: Callable) -> None:
             "you left the probabilities as they are; temperature 0 puts all of it on the best token":
                 torch.tensor(at_zero).softmax(-1),
         })
+    large = torch.tensor([300.0, 299.0, 0.0])
+    got, case = answer(large, 0.1), "for logits [300, 299, 0] at temperature 0.1 the result"
+    if as_tensor(got, case).isnan().any():
+        raise Wrong(f"{case} holds NaN: exp overflows. Use torch's softmax, or take the largest logit away first")
+    compare(got, (large / 0.1).softmax(-1), case)
     for t in (0.5, 0):
         _keeps_the_type(answer, logits.tolist(), t, _temperature(logits, t),
                         f"for logits [1, 2, 0, -1] at temperature {t}")
@@ -237,6 +247,9 @@ def top_p(answer: Callable) -> None:
     got, want, what = answer(probabilities, 0.55), keep(0, 2), f"for {shown} and p = 0.55 the result"
     if as_tensor(got, what).numel() == 2:
         raise Wrong(f"{what} has only the two kept tokens; give it one place for each token, with 0 for the others")
+    if as_tensor(got, what).isnan().any():
+        raise Wrong(f"{what} holds NaN, it is 0 / 0: no token alone holds 0.55. Add them up, the most probable first, "
+                    f"until they hold it together")
     compare(got, want, what, {
         "it says which tokens to keep; return their probabilities, and 0 for the others": (want > 0).double(),
         "it no longer sums to 1: divide what is left by its sum": (want > 0) * probabilities,

@@ -54,7 +54,8 @@ def merge_pair(answer):
             "the new id came, but the right part of the pair stayed: step over both": [X, 256, B, C],
             "the left part of the pair stayed": [X, A, 256, C],
             "the id after the merged pair is gone: does your loop reach the last id?": [X, 256],
-            "nothing was merged": [X, A, B, C]}),
+            "nothing was merged (a list never equals a tuple: compare tuple(ids[i:i + 2]) with the pair)":
+                [X, A, B, C]}),
         ([A, B, C, A, B], (A, B), [256, C, 256], {
             "only the first occurrence was merged": [256, C, A, B],
             "the pair at the very end was not merged: the loop stops one too early": [256, C, A, B],

@@ -60,3 +60,37 @@ def answer_step(prompt: str, steps: Sequence[Step], at: int = 0) -> Picture:
         right.xaxis.get_major_locator().set_params(integer=True)
         label_axes(right, "token of the answer", "time (ms)", f"token {at + 1}: {step.seconds * 1e3:.0f} ms of {job}")
     return figure
+
+
+def two_passes(prompt: int, hidden: int, layers: int, vocab: int) -> Picture:
+    """The way from text to the next token, and the shapes on it: once with a whole prompt, once with a single token.
+
+    `prompt` and `vocab` count tokens; `hidden` is the size of a token's vector.
+    """
+    stations = ("ids", "vectors", f"{layers} layers", "logits of the\nlast token", "next token")
+    alt = (f"prefill: {prompt} ids, vectors [{prompt}, {hidden}], {layers} layers, {vocab:,} logits, the first token; "
+           f"decode, again and again: 1 id, a vector [1, {hidden}], the same layers, {vocab:,} logits, the next token")
+    with picture(alt, height=3.4) as (figure, axis):
+        axis.set(xlim=(-1.6, 4.5), ylim=(-0.75, 1.4))
+        axis.axis("off")
+        for row, job, count in ((1, "prefill", prompt), (0, "decode", 1)):
+            shapes = (f"[{count}]", f"[{count}, {hidden}]", f"[{count}, {hidden}]", f"[{vocab:,}]", "1 id")
+            for at, (station, shape) in enumerate(zip(stations, shapes)):
+                axis.annotate(f"{station}\n{shape}", (at, row), ha="center", va="center", fontsize=9.5,
+                              bbox={"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLORS[job],
+                                    "linewidth": 2})
+                if at:
+                    _arrow(axis, (at - 0.62, row), (at - 0.38, row))
+            times = "the whole prompt,\nonce" if row else "one token,\nagain and again"
+            axis.text(-1.55, row, f"{job}\n{times}", color=COLORS[job], fontweight="bold", va="center")
+        _arrow(axis, (3.9, 0.68), (0.1, 0.3), style="arc3,rad=0.03")
+        _arrow(axis, (3.9, -0.32), (0.1, -0.32), style="arc3,rad=-0.12")
+        _arrow(axis, (2, 0.74), (2, 0.27))  # what the layers computed for the prompt serves all later tokens
+        axis.annotate("KV cache", (2, 0.53), ha="center", va="center", fontsize=9.5, color="white",
+                      bbox={"boxstyle": "round,pad=0.3", "facecolor": COLORS["kv_cache"], "edgecolor": "none"})
+    return figure
+
+
+def _arrow(axis, start: tuple[float, float], end: tuple[float, float], style: str = "arc3") -> None:
+    axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": COLORS["neutral"], "linewidth": 1.5,
+                                              "connectionstyle": style, "shrinkA": 0, "shrinkB": 0})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 
 import anywidget
@@ -14,12 +13,10 @@ from torch import Tensor
 from ...model import Model
 from ...trace import Trace, trace
 from ..plots.attention import explorer_view
-from .core import Interactive
+from .core import Interactive, readable
 
 MOST_TOKENS = 200  # a map has T x T weights: beyond this neither the picture nor a label could be read
 THUMBNAIL = 24  # pixels
-UNSEEN = {"BN", "B", "S", "LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # Unicode's classes of signs
-JOINERS = "\u200c\u200d"  # that have no picture of their own; these two shape their neighbours, and stay
 
 
 class AttentionExplorer(anywidget.AnyWidget):
@@ -94,14 +91,11 @@ def thumbnails(weights: Tensor) -> Tensor:
 
 
 def token_label(piece: bytes) -> str:
-    """A token as the explorer writes it: signs for spaces and control characters; bytes, if not whole characters."""
+    """A token as the explorer writes it: its text, or its bytes if they are not whole characters."""
     try:
-        text = piece.decode("utf-8")
+        return readable(piece.decode("utf-8"))
     except UnicodeDecodeError:
         return f"⟨{piece.hex(' ').upper()}⟩"
-    signs = {" ": "·", "\n": "⏎", "\t": "⇥"}
-    unseen = {c: f"⟨U+{ord(c):04X}⟩" for c in text if unicodedata.bidirectional(c) in UNSEEN and c not in JOINERS}
-    return "".join((unseen | signs).get(c, c) for c in text)
 
 
 def attention_explorer(model: Model, tokenizer, text: str, layer: int = 0, head: int = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable
 
 import ipywidgets
@@ -26,6 +27,23 @@ class Interactive:
 
     def __repr__(self) -> str:
         return f"Interactive: {self.twin.alt}"
+
+
+UNSEEN = {"BN", "B", "S", "LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # Unicode's classes of signs
+JOINERS = "\u200c\u200d"  # that have no picture of their own; these two shape their neighbours, and stay
+
+
+def readable(text: str) -> str:
+    """Text for a line of a page, which can draw every letter: signs for spaces and control characters. Not escaped."""
+    signs = {" ": "·", "\n": "⏎", "\t": "⇥"}
+    unseen = {c: f"⟨U+{ord(c):04X}⟩" for c in text if unicodedata.bidirectional(c) in UNSEEN and c not in JOINERS}
+    return "".join((unseen | signs).get(c, c) for c in text)
+
+
+def side_by_side(*columns: Iterable[ipywidgets.Widget]) -> ipywidgets.HBox:
+    """Controls in columns, which go below each other where the page is narrow."""
+    return ipywidgets.HBox([ipywidgets.VBox(list(column)) for column in columns],
+                           layout=ipywidgets.Layout(flex_flow="row wrap"))
 
 
 WIDTHS = {"4 (float32)": 4, "2 (bfloat16)": 2, "1 (int8)": 1, "0.5 (int4)": 0.5}  # bytes of a number, as a choice

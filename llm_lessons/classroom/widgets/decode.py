@@ -8,6 +8,7 @@ import ipywidgets
 import numpy as np
 
 from ..plots.decode import timeline
+from ..style import drawable
 from .core import Interactive, one_at_a_time
 
 
@@ -58,7 +59,7 @@ class StepTimeline(Interactive):
         ways = {way: token_seconds(self.whole, self.step, prompt, new, way) for way in (True, False)}
         self.seconds = ways[cached]
         cut = f" {new} new tokens: no longer text was measured." if new < self.controls["new"].value else ""
-        shown = timeline(ways[cached], ways[not cached], prompt, cached, self.note + cut)
+        shown = timeline(ways[cached], ways[not cached], prompt, cached, drawable(self.note + cut))
         self.picture.value = shown.png()
         return shown
 

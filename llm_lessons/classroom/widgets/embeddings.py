@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plots.embeddings import neighbour_bars, rope_dial
-from ..style import visible
-from .core import Interactive, one_at_a_time
+from .core import Interactive, one_at_a_time, readable
 
 COUNT = 8  # neighbours that are shown
 
@@ -48,7 +47,7 @@ def look_up(tokenizer, typed: str) -> tuple[str, list[int], str]:
         if len(pieces[-1][1]) == 1:
             return text, pieces[-1][1], "one token" if text != word else "one token, without a space in front"
     text, ids = pieces[0]
-    parts = " | ".join(visible(token_text(tokenizer, token)) for token in ids[:12])
+    parts = " | ".join(readable(token_text(tokenizer, token)) for token in ids[:12])
     parts += " and more" if len(ids) > 12 else ""
     return text, ids, f"{len(ids)} tokens: {parts}. It has no row of its own: these are the neighbours of their mean"
 
@@ -61,7 +60,7 @@ def neighbour_finder(table: Tensor, tokenizer, word: str) -> Interactive:
         text, ids, note = look_up(tokenizer, typed)
         found = nearest(table, torch.nn.functional.normalize(table[ids], dim=-1).mean(0), COUNT, without=ids)
         bars = neighbour_bars(text, [(token_text(tokenizer, row), cosine) for row, cosine in found])
-        return bars, visible(text), note
+        return bars, readable(text), note
 
     first, shown, note = draw(word)
     field = ipywidgets.Text(value=word, description="word", continuous_update=False)

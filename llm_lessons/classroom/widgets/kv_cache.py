@@ -8,7 +8,7 @@ import ipywidgets
 
 from ...capacity import SHAPES, Shape
 from ..plots.kv_cache import weights_and_cache
-from .core import WIDTHS, Interactive, one_at_a_time, one_of
+from .core import WIDTHS, Interactive, one_at_a_time, one_of, side_by_side
 
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Llama-3-8B": "llama-3-8b", "Llama-3-70B": "llama-3-70b"}
 CONTEXTS = [2**power for power in range(8, 18)]
@@ -42,9 +42,9 @@ class CacheGrowth(Interactive):
         twin = self._show()
         for control in self.controls.values():
             control.observe(self._changed, names="value")
-        left, right = (ipywidgets.VBox([self.controls[name] for name in part])
-                       for part in (("model", "heads", "width"), ("context", "users")))
-        super().__init__(ipywidgets.VBox([ipywidgets.HBox([left, right]), self.words, self.picture]), twin)
+        controls = side_by_side(*([self.controls[name] for name in part]
+                                  for part in (("model", "heads", "width"), ("context", "users"))))
+        super().__init__(ipywidgets.VBox([controls, self.words, self.picture]), twin)
 
     @one_at_a_time
     def _changed(self, _) -> None:

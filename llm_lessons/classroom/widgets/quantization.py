@@ -12,7 +12,7 @@ from ...quality import SCALE_BITS
 from ...quantize import QuantizedTensor, quantize
 from ..plots.quantization import grid_summary, grid_view
 from ..style import Picture
-from .core import Interactive, one_at_a_time
+from .core import Interactive, one_at_a_time, side_by_side
 
 GROUPS = (192, 96, 32)
 
@@ -49,9 +49,9 @@ class GridExplorer(Interactive):
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         twin = self._show()
-        left, right = (ipywidgets.VBox([self.controls[name] for name in part])
-                       for part in (("row", "group", "symmetric"), ("bits", "kept")))
-        super().__init__(ipywidgets.VBox([ipywidgets.HBox([left, right]), self.words, self.picture]), twin)
+        controls = side_by_side(*([self.controls[name] for name in part]
+                                  for part in (("row", "group", "symmetric"), ("bits", "kept"))))
+        super().__init__(ipywidgets.VBox([controls, self.words, self.picture]), twin)
 
     @one_at_a_time
     def _changed(self, _) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...sampling import Sampler
 from ..plots.next_token import sampler_stages
-from ..style import visible
-from .core import Interactive, one_at_a_time
+from .core import Interactive, one_at_a_time, readable, side_by_side
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 HIGHEST = {"temperature": 2, "top_k": 50, "top_p": 1, "min_p": 0.5, "seed": 999_999}
@@ -56,9 +55,9 @@ class SamplingPlayground(Interactive):
         self.picture, self.words = ipywidgets.Image(format="png"), ipywidgets.HTML()
         self.sampler = self._sampler()
         twin = self._show()
-        sliders = ipywidgets.VBox(list(self.controls.values())[:4])
-        buttons = ipywidgets.VBox([self.controls["seed"], self.draw_one, self.draw_many])
-        super().__init__(ipywidgets.VBox([ipywidgets.HBox([sliders, buttons]), self.words, self.picture]), twin)
+        controls = side_by_side(list(self.controls.values())[:4],
+                                [self.controls["seed"], self.draw_one, self.draw_many])
+        super().__init__(ipywidgets.VBox([controls, self.words, self.picture]), twin)
 
     @one_at_a_time
     def draw(self, count: int) -> None:
@@ -68,7 +67,7 @@ class SamplingPlayground(Interactive):
         for _ in range(count):
             token = self.sampler(self.logits)
             self.drawn[token] += 1
-        self._show(f"last drawn: <b>{escape(visible(self.tokenizer.decode([token])))}</b>")
+        self._show(f"last drawn: <b>{escape(readable(self.tokenizer.decode([token])))}</b>")
 
     @one_at_a_time
     def _changed(self, _) -> None:
@@ -83,7 +82,8 @@ class SamplingPlayground(Interactive):
 
     def _show(self, news: str = "nothing drawn yet"):
         left = int((self.sampler.stages(self.logits)[-1][1] > 0).sum())
-        self.words.value = (f"after <b>{escape(visible(self.prompt))}</b>: {left:,} "
+        # The mark keeps the number in its place behind a prompt that is written from right to left.
+        self.words.value = (f"after <b>{escape(readable(self.prompt))}</b>\N{LEFT-TO-RIGHT MARK}: {left:,} "
                             f"{'token' if left == 1 else 'tokens'} can come; {news}")
         shown = sampler_stages(self.sampler, self.logits, self.tokenizer, self.drawn)
         self.picture.value = shown.png()
