@@ -200,6 +200,13 @@ def test_the_planner_begins_with_its_twin_and_follows_every_control(shown):
     assert shown.picture.value == shown.twin.png()
 
 
+def test_bits_go_where_they_belong(shown):
+    shown.controls["weight_bits"].value = 8  # 8.03 GB instead of 16.1; TPOT (7.5046 + 4.295) / 300
+    assert "needs 14.9 GB" in shown.words.value and "TPOT at least 39.3 ms" in shown.words.value
+    shown.controls["weight_bits"].value, shown.controls["kv_bits"].value = 16, 8  # 2.15 GB of cache instead of 4.29
+    assert "needs 20.8 GB" in shown.words.value and "TPOT at least 57.2 ms" in shown.words.value
+
+
 def test_the_planner_says_when_nobody_fits(shown):
     shown.controls["model"].value = "llama-3-70b"
     assert "not even one user fits" in shown.words.value

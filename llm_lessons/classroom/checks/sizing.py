@@ -91,7 +91,7 @@ def cheapest(answer: Callable) -> None:
         plans = {(count, w, kv): plan(shape, device.several(count), w, kv, context=context, users=users)
                  for count in COUNTS for w in WEIGHT_BITS for kv in KV_BITS}
         will_do = [choice for choice, p in plans.items() if p.fits and p.tpot <= seconds]
-        right = min(will_do, key=lambda choice: (choice[0], -choice[1], choice[2]))
+        right = min(will_do, key=lambda choice: (choice[0], -choice[1], -choice[2]))
         asked = f"for {name} on {kind}, {users} users of {context:,} tokens, at most {1e3 * seconds:g} ms a token: "
         try:
             got = answer(shape, device, context, users, seconds)

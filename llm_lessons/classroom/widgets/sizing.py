@@ -11,7 +11,7 @@ from ...devices import DEVICES
 from ...planner import plan
 from ..plots.sizing import listed, memory_bars, verdict
 from ..style import Picture, short
-from .core import Interactive, one_at_a_time, one_of
+from .core import Interactive, one_at_a_time, one_of, side_by_side
 
 COUNTS = [1, 2, 4, 8]
 WEIGHT_BITS = {"16 (bfloat16)": 16, "8 (int8)": 8, "4.5 (int4, groups of 32)": 4.5}
@@ -37,9 +37,9 @@ class Planner(Interactive):
         twin = self._show()
         for control in self.controls.values():
             control.observe(self._changed, names="value")
-        left, right = (ipywidgets.VBox([self.controls[name] for name in part]) for part in
-                       (("model", "device", "count"), ("weight_bits", "kv_bits", "context", "users")))
-        super().__init__(ipywidgets.VBox([ipywidgets.HBox([left, right]), self.words, self.picture]), twin)
+        controls = side_by_side(*([self.controls[name] for name in part] for part in
+                                  (("model", "device", "count"), ("weight_bits", "kv_bits", "context", "users"))))
+        super().__init__(ipywidgets.VBox([controls, self.words, self.picture]), twin)
 
     @one_at_a_time
     def _changed(self, _) -> None:
