@@ -281,7 +281,7 @@ def window_in_loops(past, new, window):
 
 
 def window_with_batch_and_heads(past, new, window):
-    full = torch.ones(past + new, past + new, dtype=torch.int)
+    full = torch.ones(past + new, past + new, dtype=torch.bool)
     return full.tril().triu(1 - window)[None, None, past:]
 
 

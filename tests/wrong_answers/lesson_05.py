@@ -63,6 +63,14 @@ def gate_forgotten(shape, tokens):
     return flops(shape, tokens, ffn=2)
 
 
+def output_forgotten(shape, tokens):
+    return flops(shape, tokens) - 2 * tokens * shape["layers"] * shape["hidden"] * shape["heads"] * shape["head_dim"]
+
+
+def gigaflops(shape, tokens):
+    return flops(shape, tokens) / 1e9
+
+
 def rule_of_thumb(shape, tokens):
     return flops(shape, tokens, head_tokens=tokens, attention=0)
 
@@ -227,7 +235,8 @@ WRONG = {
         (without_the_diagonal, "a token may look at itself"), (half_of_the_square, "cuts the diagonal in half"),
         (embedding_as_a_product, "it is a lookup"), (gate_forgotten, "three matrices"),
         (rule_of_thumb, "the rule of thumb is not exact"), (one_layer, "you counted one layer"),
-        (head_dim_from_hidden, r"for 4 tokens .* need not be hidden")],
+        (head_dim_from_hidden, r"for 4 tokens .* need not be hidden"),
+        (output_forgotten, "the output matrix of attention is missing"), (gigaflops, "GFLOP: return FLOP")],
     "intensity": [
         (bytes_per_flop, "turn it round"), (half, "are 2 FLOPs"), (per_number, "not for each byte"),
         (weights_only, "only the weights are counted"), (outputs_forgotten, "the outputs are missing"),

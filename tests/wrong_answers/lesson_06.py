@@ -59,6 +59,20 @@ def two_matrices_of_the_ffn(config, context, bytes_per_value):
     return (weights(config, up=2) + cache(config, context)) * bytes_per_value
 
 
+def output_forgotten(config, context, bytes_per_value):
+    missing = config.layers * config.hidden * config.heads * config.head_dim
+    return (weights(config) - missing + cache(config, context)) * bytes_per_value
+
+
+def hidden_for_the_heads(config, context, bytes_per_value):
+    wrong = 2 * config.layers * config.hidden * (config.hidden - config.heads * config.head_dim)
+    return (weights(config) + wrong + cache(config, context)) * bytes_per_value
+
+
+def megabytes(config, context, bytes_per_value):
+    return (weights(config) + cache(config, context)) * bytes_per_value / 1e6
+
+
 def numbers_instead_of_bytes(config, context, bytes_per_value):
     return weights(config) + cache(config, context)
 
@@ -171,6 +185,18 @@ def all_logits(shape, prompt, new):
     return sum(shape.prefill_flops(prompt + i, all_logits=True) for i in range(new))
 
 
+def a_single_pass(shape, prompt, new):
+    return shape.prefill_flops(prompt + new)
+
+
+def from_no_tokens_on(shape, prompt, new):
+    return sum(shape.prefill_flops(i) for i in range(new))
+
+
+def the_new_tokens_alone(shape, prompt, new):
+    return sum(shape.prefill_flops(i + 1) for i in range(new))
+
+
 def a_list_of_passes(shape, prompt, new):
     return [shape.prefill_flops(prompt + i) for i in range(new)]
 
@@ -187,7 +213,8 @@ WRONG = {
         (no_head_when_tied, "head is missing"), (no_cache, "cache is missing"), (no_weights, "weights are missing"),
         (one_layer_of_cache, "every layer"), (square_key_and_value_matrices, "fewer than the queries"),
         (two_matrices_of_the_ffn, "gate, up and down"), (numbers_instead_of_bytes, "not bytes"),
-        (bits, "these are bits"), (operations, "these are the operations")],
+        (bits, "these are bits"), (operations, "these are the operations"), (megabytes, "these are MB"),
+        (output_forgotten, "two matrices; one of them"), (hidden_for_the_heads, "a small model .*need not be hidden")],
     "ceiling": [
         (seconds_of_a_step, "seconds of one step"), (milliseconds_of_a_step, "milliseconds"),
         (steps_per_second, "steps in a second"), (weights_for_each_request, "read once for all"),
@@ -202,5 +229,8 @@ WRONG = {
         (every_pass_like_the_first, "text grows"), (one_token_too_long, "from the prompt alone"),
         (the_last_pass_alone, "pass of its own"), (one_pass_too_many, "too many"), (with_a_cache, "with a cache"),
         (without_the_prompt, "over the prompt, too"), (all_logits, "only the last row"),
-        (a_list_of_passes, "shape"), (whole_matrix, "mask forbids")],
+        (a_list_of_passes, "shape"), (whole_matrix, "mask forbids"),
+        (a_single_pass, "a single pass .* every new token needs one"),
+        (from_no_tokens_on, "the prompt is missing, so your first pass"),
+        (the_new_tokens_alone, "the prompt is missing: every pass")],
 }

@@ -155,6 +155,29 @@ def does_not_look(cache, k, v):
     return cache.keys[:, :end], cache.values[:, :end]
 
 
+def refuses_the_last_place(cache, k, v):
+    start, end = cache.length, cache.length + k.shape[1]
+    if end >= cache.keys.shape[1]:
+        raise ValueError("full")
+    cache.keys[:, start:end], cache.values[:, start:end] = k, v
+    return cache.keys[:, :end], cache.values[:, :end]
+
+
+def raises_index_error(cache, k, v):
+    start, end = cache.length, cache.length + k.shape[1]
+    if end > cache.keys.shape[1]:
+        raise IndexError(f"{end} tokens do not fit")
+    cache.keys[:, start:end], cache.values[:, start:end] = k, v
+    return cache.keys[:, :end], cache.values[:, :end]
+
+
+def asserts_that_there_is_room(cache, k, v):
+    start, end = cache.length, cache.length + k.shape[1]
+    assert end <= cache.keys.shape[1]
+    cache.keys[:, start:end], cache.values[:, start:end] = k, v
+    return cache.keys[:, :end], cache.values[:, :end]
+
+
 def looks_too_late(cache, k, v):
     fits = min(k.shape[1], cache.keys.shape[1] - cache.length)
     start, end = cache.length, cache.length + fits
@@ -282,6 +305,10 @@ def a_mask_of_numbers(past, new, window):
     return torch.ones(new, past + new).tril(past).triu(past - window + 1)
 
 
+def a_mask_of_whole_numbers(past, new, window):
+    return a_mask_of_numbers(past, new, window).int()
+
+
 WRONG = {
     "append": [
         (joined_as_heads, "you joined them as more heads: tokens are dimension 1"),
@@ -305,7 +332,10 @@ WRONG = {
         (wraps_around, "What was at position 0 is lost, and the mask still takes row i"),
         (drops_what_does_not_fit, "you wrote all the same. The rest is lost"),
         (grows_in_silence, "made the memory larger: a capacity is a promise"),
-        (does_not_look, r"torch stumbles \(RuntimeError\)"), (looks_too_late, "fails half-way"),
+        (does_not_look, "RuntimeError was raised, and callers wait for ValueError"), (looks_too_late, "fails half-way"),
+        (refuses_the_last_place, "exactly full is allowed: refuse only what goes beyond"),
+        (raises_index_error, "IndexError was raised, and callers wait for ValueError"),
+        (asserts_that_there_is_room, "AssertionError was raised, and callers wait for ValueError"),
         (keeps_quiet, "nothing is said: raise ValueError")],
     "kv_bytes_per_token": [
         (query_heads, "you counted the query heads"), (all_heads, "queries are not kept"),
@@ -321,6 +351,7 @@ WRONG = {
         (forgets_the_future, "must not be above the query's"), (forgets_the_window, "plain causal mask"),
         (upside_down_window, "upside down"), (the_last_keys_for_all, "the window moves with the query"),
         (without_the_cached, "the 5 tokens in the cache are keys, too"),
-        (scores_to_add, "True and False"), (a_mask_of_numbers, r"places are right.*\.bool\(\)"),
+        (scores_to_add, "True and False"), (a_mask_of_numbers, r"places are right.*float32.*\.bool\(\)"),
+        (a_mask_of_whole_numbers, r"places are right.*int32.*\.bool\(\)"),
         (window_of_three, "sees 3 keys: with itself there should be 4")],
 }

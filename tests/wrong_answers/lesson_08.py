@@ -27,6 +27,11 @@ def guards_the_scale_too_late(weight, bits):
     return (weight / scale[:, None]).round(), scale.clamp_min(1e-12)
 
 
+def flattens_small_rows(weight, bits):
+    scale = (weight.abs().amax(1) / (2 ** (bits - 1) - 1)).clamp_min(1e-3)
+    return (weight / scale[:, None]).round(), scale
+
+
 def one_scale_for_all(weight, bits):
     scale = weight.abs().max() / (2 ** (bits - 1) - 1)
     return (weight / scale).round(), scale
@@ -275,6 +280,7 @@ WRONG = {
     "quantize_rows": [
         (no_care_for_zeros, "row of zeros is 0: it must be above 0"),
         (nan_to_zero_but_scale_0, "it must be above 0"), (guards_the_scale_too_late, r"NaN, 0 / 0.*before you divide"),
+        (flattens_small_rows, "too large, and flattens the row"),
         (one_scale_for_all, r"one scale for all rows.*amax\(dim=1\)"), (a_scale_for_each_column, "columns"),
         (forgets_the_sign, r"a negative one may be larger in size"), (largest_on_128, r"lies on step 2\^\(bits-1\)"),
         (all_steps_on_one_side, "number of all steps"), (upside_down_scale, "upside down"),

@@ -6,21 +6,25 @@ import torch
 
 from ...capacity import SHAPES, Shape
 from ...model import ModelConfig
-from .core import compare, exercise
+from .core import Wrong, compare, exercise
 
 # The course's model; one with an output head of its own; one of a size that nobody knows by heart.
 CONFIGS = {
     "SmolLM2-135M": ModelConfig(30, 576, 9, 3, 64, 1536, 49152, 8192),
     "Llama-3-8B (its head is not the embedding table)": ModelConfig(32, 4096, 32, 8, 128, 14336, 128256, 8192, False),
-    "a small model (2 layers, 4 query heads, 2 key/value heads)": ModelConfig(2, 64, 4, 2, 16, 96, 500, 4096),
+    "a small model (2 layers, 6 query heads, 2 key/value heads)": ModelConfig(2, 64, 6, 2, 16, 104, 500, 4096),
 }
 
 
 def _bytes(c: ModelConfig, context: int, width: float, *, table: float = 1, up: int = 3, kv_heads: int | None = None,
-           kv_matrices: int | None = None, kinds: int = 2, layers: int | None = None) -> float:
-    """Bytes of a decode step, right or with a mistake: `table` counts V x C, `up` the matrices of the ffn."""
+           kv_matrices: int | None = None, kinds: int = 2, layers: int | None = None, output: int = 1,
+           columns: int | None = None) -> float:
+    """Bytes of a decode step, right or with a mistake: `table` counts V x C, `up` the matrices of the ffn.
+
+    `output` counts the output matrix of attention, and `columns` are those of its and the queries' matrix.
+    """
     kv_columns = 2 * (c.kv_heads if kv_matrices is None else kv_matrices) * c.head_dim
-    layer = c.hidden * (2 * c.heads * c.head_dim + kv_columns + up * c.ffn)
+    layer = c.hidden * ((1 + output) * (columns or c.heads * c.head_dim) + kv_columns + up * c.ffn)
     cache = kinds * (c.layers if layers is None else layers) * (kv_heads or c.kv_heads) * c.head_dim * context
     return (c.layers * layer + table * c.vocab * c.hidden + cache) * width
 
@@ -47,9 +51,13 @@ def bytes_per_step(answer) -> None:
                 "the key and value matrices have kv_heads x head_dim rows each, fewer than the queries'":
                     _bytes(c, context, width, kv_matrices=c.heads),
                 "the feed-forward part has three matrices: gate, up and down": _bytes(c, context, width, up=2),
+                "queries and output are two matrices; one of them is missing": _bytes(c, context, width, output=0),
+                "heads x head_dim need not be hidden: take it for the queries and the output":
+                    _bytes(c, context, width, columns=c.hidden),
                 "these are numbers, not bytes: multiply by bytes_per_value": want / width,
                 "these are the operations, 2 for each number; asked are the bytes": 2 * want / width,
                 "these are bits: a byte has 8": 8 * want,
+                "these are MB: return bytes": want / 1e6,
             }, tolerance=2e-3)  # norms, the new token's own row and key: far less than this
 
 
@@ -105,15 +113,24 @@ def recompute_flops(answer) -> None:
     """`answer(shape, prompt, new)` -> FLOPs of writing `new` tokens behind a prompt when every step runs all of it."""
     for name in ("smollm2-135m", "llama-3-8b"):
         shape = SHAPES[name]
-        for prompt, new in ((100, 1), (100, 3), (32, 64)):
+        for prompt, new in ((100, 3), (100, 1), (32, 64)):
             once, last = shape.prefill_flops(prompt), shape.prefill_flops(prompt + new - 1)
             with_cache = once + sum(shape.flops_per_token(prompt + i) for i in range(1, new))
-            compare(answer(shape, prompt, new), _recomputed(shape, prompt, new), f"for {name}, a prompt of {prompt} "
-                    f"tokens and {new} new one{'s' * (new > 1)}, the result", {
+            case = f"for {name}, a prompt of {prompt} tokens and {new} new one{'s' * (new > 1)}, the result"
+            try:
+                got = answer(shape, prompt, new)
+            except Wrong as wrong:
+                if "tokens must be a whole number of at least 1, not 0" in str(wrong):
+                    raise Wrong(f"{case}: the prompt is missing, so your first pass has no tokens") from None
+                raise
+            compare(got, _recomputed(shape, prompt, new), case, {
                 "every step is counted like the first; the text grows by one token at each": new * once,
                 "it begins one token too late: the first new token is computed from the prompt alone":
                     _recomputed(shape, prompt, new, first=1),
                 "only the last pass is counted; each token costs a pass of its own": last,
+                "this is a single pass over the whole text; every new token needs one":
+                    shape.prefill_flops(prompt + new),
+                "the prompt is missing: every pass runs over it, too": _recomputed(shape, 0, new, first=1),
                 "one pass too many: the pass over the whole text would give one token more":
                     _recomputed(shape, prompt, new + 1),
                 "this is the work with a cache: prefill once, then one token at a time": with_cache,

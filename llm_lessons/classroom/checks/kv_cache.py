@@ -103,7 +103,12 @@ def _writes(answer: Callable, capacity: int, length: int, more: int) -> None:
     k, v = _numbered(2, more, 3, 501), _numbered(2, more, 3, 1501)
     want = torch.cat((keys[:, :length], k), 1), torch.cat((values[:, :length], v), 1)
     case = f"with a capacity of {capacity}, {length} tokens held and {more} new:"
-    got = _two(answer(room, k, v), "all keys and all values so far")
+    try:
+        got = _two(answer(room, k, v), "all keys and all values so far")
+    except Wrong as wrong:
+        if isinstance(wrong.__cause__, (ValueError, AssertionError)) and end == capacity:
+            raise Wrong(f"{case} a cache that is exactly full is allowed: refuse only what goes beyond") from None
+        raise
     if room.length != length:
         raise Wrong(f"{case} you moved cache.length. Every layer writes its keys at the same place, so the model "
                     f"counts once, after the last layer: leave it as it is")
@@ -161,8 +166,8 @@ def _refuses(answer: Callable, capacity: int, length: int, more: int) -> None:
     if raised is None:
         raise Wrong(f"{case} they do not fit, and nothing is said: raise ValueError, which names the capacity")
     if not isinstance(raised, ValueError):
-        raise Wrong(f"{case} torch stumbles ({type(raised).__name__}), and the reader will not know why: look whether "
-                    f"they fit, and raise ValueError yourself")
+        raise Wrong(f"{case} {type(raised).__name__} was raised, and callers wait for ValueError: look whether they "
+                    f"fit, and raise it with words that name the capacity")
 
 
 # --- What a token costs -----------------------------------------------------------------------------------------------
@@ -230,9 +235,10 @@ def window_mask(answer: Callable) -> None:
             raise Wrong(f"{asked} the mask should hold True and False, not numbers to add to the scores")
         mask, (want, mistakes) = mask.reshape(new, past + new).bool(), _window(past, new, window)
         if torch.equal(mask, want):
-            if isinstance(got, Tensor) and got.is_floating_point():
-                raise Wrong(f"{asked} the places are right, but {got.dtype} is not True and False: attention would add "
-                            f"these numbers to the scores. Make it a comparison, or call .bool()")
+            if isinstance(got, Tensor) and got.dtype != torch.bool:
+                raise Wrong(f"{asked} the places are right, but {got.dtype} is not True and False: attention adds a "
+                            f"mask of floats to the scores, and takes no whole numbers. Make it a comparison, or call "
+                            f".bool()")
             continue
         for words, mistake in mistakes.items():
             if torch.equal(mask, mistake):

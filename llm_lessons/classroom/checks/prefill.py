@@ -65,6 +65,7 @@ def prefill_flops(answer) -> None:
             "you counted one layer": _flops(shape, T, layers=1),
             "heads · head_dim need not be hidden; q leads from hidden to heads · head_dim, and output back":
                 _flops(shape, T, width=C),
+            "these are GFLOP: return FLOP": want / 1e9,
         }, tolerance=1e-6)
 
 

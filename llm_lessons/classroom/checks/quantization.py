@@ -17,6 +17,7 @@ ROWS = (  # bits, weight [rows, columns]; no value lies half-way between two ste
     (4, [[0.42, -1.4, 0.05, 0.85], [7.0, 3.2, -6.9, 0.4]]),
     (4, [[0.0, 0.0]]),
     (2, [[-0.9, 0.2, 0.7], [3.0, -1.0, 2.0]]),
+    (4, [[2e-4, -9e-5, 5e-5, 1.5e-4], [0.42, -1.4, 0.05, 0.85]]),  # a row of small numbers has small steps
 )
 
 
@@ -69,6 +70,9 @@ def _scales(case: str, scale: Tensor, largest: Tensor, last: int, weight: Tensor
         raise Wrong(f"{case} the scales come from the largest value: a negative one may be larger in size. Take .abs()")
     if not torch.allclose(got, want, rtol=1e-3, atol=0):
         at = int((got / want - 1).abs().argmax())
+        if largest[~zero][at] < 1e-3 and got[at] > want[at]:
+            raise Wrong(f"{case} the scale of the row of small numbers is {got[at]:.4g}, and should be {want[at]:.4g}: "
+                        f"what you keep it above is too large, and flattens the row. .clamp_min(1e-12)")
         raise Wrong(f"{case} a scale is {got[at]:.4g}, and should be {want[at]:.4g}: the row's largest |value| lies on "
                     f"the last code, {last}")
 
