@@ -137,15 +137,21 @@ def report(*times, tpots=(0.05, 0.05)):
 
 def test_the_load_curve_has_medians_95_of_100_points_and_the_knee():
     curve = {2.0: report(0.2, 0.4), 1.0: report(0.1, 0.1)}
-    shown = plots.load_curve(curve, {1.5: report(0.1, 0.3)}, knee=1.5, note="here")
+    shown = plots.load_curve(curve, {1.5: (report(0.1, 0.3), report(0.5, 0.7))}, knee=1.25, note="here")
     left, right = shown.axes
     assert list(left.lines[0].get_xdata()) == [1, 2] and list(left.lines[0].get_ydata()) == pytest.approx([100, 300])
     assert list(left.lines[1].get_ydata()) == pytest.approx([100, 390])  # 0.2 + 0.95 · 0.2
-    assert list(left.lines[2].get_ydata()) == pytest.approx([200]) and left.lines[4].get_xdata()[0] == 1.5
+    real, simulated, line = left.lines[2:]
+    assert (real.get_xdata()[0], real.get_ydata()[0]) == (1.5, pytest.approx(200)) and line.get_xdata()[0] == 1.25
+    assert simulated.get_ydata()[0] == pytest.approx(600) and simulated.get_markerfacecolor() == "white"
     assert list(right.lines[0].get_ydata()) == pytest.approx([50, 50]) and left.get_yscale() == "log"
-    assert "2 requests/s TTFT 300 ms (95 %: 390), TPOT 50 ms" in shown.alt and "The knee: 1.5 requests/s" in shown.alt
+    assert shown.alt == (
+        "1 requests/s: TTFT 100 ms (95 of 100 below 100), TPOT 50 ms (95 of 100 below 50); "
+        "2 requests/s: TTFT 300 ms (95 of 100 below 390), TPOT 50 ms (95 of 100 below 50). "
+        "The real model at 1.5 requests/s: TTFT 200 ms (simulated 600), TPOT 50 ms (simulated 50). "
+        "The promise is kept up to 1.25 requests/s")
     alone = plots.load_curve(curve)
-    assert len(alone.axes[0].lines) == 2 and "measured" not in alone.alt and "knee" not in alone.alt
+    assert len(alone.axes[0].lines) == 2 and "real" not in alone.alt and "promise" not in alone.alt
     for reports in ({}, {1.0: report(0.1, tpots=(None,))}):
         with pytest.raises(ValueError, match="answers of two tokens"):
             plots.load_curve(reports)

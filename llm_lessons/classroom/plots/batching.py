@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from ...batching import Step
 from ...request import Request
-from ...traffic import Report
+from ...traffic import Percentiles, Report
 from ..style import COLORS, Picture, drawable, footnote, label_axes, log_ticks, picture
 
 MARKERS = ("o", "s", "^", "D")
@@ -202,38 +202,50 @@ def token_gaps(runs: Mapping[str, tuple[Sequence[Request], Request]], note: str 
 
 # --- Latency against load ---------------------------------------------------------------------------------------------
 
-def load_curve(simulated: Mapping[float, Report], measured: Mapping[float, Report] | None = None,
+def load_curve(curve: Mapping[float, Report], pairs: Mapping[float, tuple[Report, Report]] | None = None,
                knee: float | None = None, note: str = "") -> Picture:
-    """TTFT and TPOT against load: requests per second -> what they got; lines simulated, points measured.
+    """TTFT and TPOT against load, requests per second -> what they got: median, and what 95 of 100 stay below.
 
-    `knee`: the load, in requests per second, up to which the limits are kept.
+    `pairs`: requests per second -> a load on the real model, and the same one simulated; drawn as points, medians.
+    `knee`: the load up to which a promise is kept.
     """
-    sources = {"simulated": dict(simulated), "measured": dict(measured or {})}
-    if not simulated or any(report.tpot is None for reports in sources.values() for report in reports.values()):
+    pairs = dict(pairs or {})
+    reports = [*curve.values(), *(report for pair in pairs.values() for report in pair)]
+    if not curve or any(report.tpot is None for report in reports):
         raise ValueError("give at least one load, requests per second -> Report, with answers of two tokens or more")
-    alt = ". ".join(f"{name}: " + "; ".join(
-        f"{rate:.3g} requests/s TTFT {r.ttft.p50 * 1e3:.0f} ms (95 %: {r.ttft.p95 * 1e3:.0f}), TPOT "
-        f"{r.tpot.p50 * 1e3:.0f} ms (95 %: {r.tpot.p95 * 1e3:.0f})" for rate, r in sorted(reports.items()))
-        for name, reports in sources.items() if reports) + (f". The knee: {knee:.3g} requests/s" if knee else "")
-    looks = {"simulated": (("-", "--"), dict(linewidth=2)), "measured": (("o", "^"), dict(markersize=7))}
+    rates = sorted(curve)
+    alt = "; ".join(f"{rate:.3g} requests/s: TTFT {_spread(curve[rate].ttft)}, TPOT {_spread(curve[rate].tpot)}"
+                    for rate in rates)
+    alt += "".join(f". The real model at {rate:.3g} requests/s: TTFT {1e3 * real.ttft.p50:.0f} ms (simulated "
+                   f"{1e3 * other.ttft.p50:.0f}), TPOT {1e3 * real.tpot.p50:.0f} ms (simulated "
+                   f"{1e3 * other.tpot.p50:.0f})" for rate, (real, other) in pairs.items())
+    alt += f". The promise is kept up to {knee:.3g} requests/s" if knee else ""
     with picture(alt, 1, 2, height=3.8) as (figure, axes):
-        for axis, kind, job in zip(axes, ("ttft", "tpot"), ("prefill", "decode")):
-            for name, reports in sources.items():
-                for style, part in zip(looks[name][0], ("p50", "p95")) if reports else ():
-                    axis.plot(sorted(reports), [1e3 * getattr(getattr(reports[rate], kind), part)
-                                                for rate in sorted(reports)], style, color=COLORS[job],
-                              label=f"{name}, {'median' if part == 'p50' else '95 of 100'}", **looks[name][1])
+        for axis, kind, color in zip(axes, ("ttft", "tpot"), (COLORS["prefill"], COLORS["decode"])):
+            for line, part, label in (("-", "p50", "median"), ("--", "p95", "95 of 100 stay below")):
+                axis.plot(rates, [1e3 * getattr(getattr(curve[rate], kind), part) for rate in rates], line,
+                          color=color, linewidth=2, label=label)
+            for at, fill, label in ((0, color, "median, real model"), (1, "white", "median, same load simulated")):
+                if pairs:
+                    axis.plot(list(pairs), [1e3 * getattr(pair[at], kind).p50 for pair in pairs.values()], "o",
+                              markersize=8, markerfacecolor=fill, markeredgecolor=color, label=label)
             if knee:
                 axis.axvline(knee, color="black", linewidth=1)
             axis.set_xlim(0, None)
-            axis.legend(loc="upper left", fontsize=9)
+            axis.legend(loc="upper left", fontsize=8)
         axes[0].set_yscale("log")
         log_ticks(axes[0].yaxis, (1, 3))
+        low, high = axes[0].get_ylim()
+        axes[0].set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
         axes[1].set_ylim(0, 1.6 * axes[1].get_ylim()[1])
         label_axes(axes[0], "requests per second", "TTFT (ms, log scale)", "time to first token")
         label_axes(axes[1], "requests per second", "TPOT (ms)", "time per output token")
         footnote(figure, note)
     return figure
+
+
+def _spread(times: Percentiles) -> str:
+    return f"{1e3 * times.p50:.0f} ms (95 of 100 below {1e3 * times.p95:.0f})"
 
 
 # --- What a use needs ------------------------------------------------------------------------------------------------

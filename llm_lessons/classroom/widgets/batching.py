@@ -38,7 +38,7 @@ class Timeline(Interactive):
     """The widget; `controls` by name (load, policy, max_batch, token_budget), `words` below them, `picture`."""
 
     def __init__(self, load: str, policy: str, max_batch: int, token_budget: int):
-        look = {"style": {"description_width": "110px"}}
+        look = {"style": {"description_width": "110px"}, "layout": {"width": "350px"}}
         options = {"load": (load, list(LOADS)), "policy": (policy, POLICIES), "max_batch": (max_batch, PLACES),
                    "token_budget": (token_budget, BUDGETS)}
         names = {"load": "requests", "policy": "batching", "max_batch": "places", "token_budget": "token budget"}
