@@ -6,6 +6,7 @@ Where you have the device, take `torch.cuda.mem_get_info()[1]`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from .kv_cache import whole_number
 from .timing import Roofline
 
 DTYPES = "bfloat16", "float16", "float32"  # in which a language model is multiplied
+MOST = 10**15  # of anything that is counted: beyond it, times and sizes would leave the range of floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,15 @@ class Device:
                    flops_per_second=roofline.flops_per_second, source="measured with ll.measure_roofline()")
 
     def several(self, count: int) -> Device:
-        """`count` of these as one: memory, bytes/s and FLOP/s times `count`.
+        """`count` of these as one: memory, bytes/s and FLOP/s times `count`. One is the device itself.
 
         Weights and cache are split evenly, and all work at the same time (tensor parallelism). Communication is left
         out, its time and its memory: on four A100, vLLM found 27 % less room for cache than a plan without it
         (Llama-2-70B, https://github.com/vllm-project/vllm/pull/2031).
         """
-        count = whole_number("count", count)
+        count = at_most_10_15("count", count)
+        if count == 1:
+            return self
         peaks = {dtype: count * peak for dtype, peak in self.flops_per_second.items()}
         return Device(name=f"{count} x {self.name}", memory=count * self.memory, flops_per_second=peaks,
                       bytes_per_second=count * self.bytes_per_second, source=self.source)
@@ -74,6 +78,14 @@ class Device:
     def roofline(self) -> Roofline:
         """The same figures as `roofline_time` and `ridge_point` take them."""
         return Roofline(dict(self.flops_per_second), self.bytes_per_second, {})
+
+
+def at_most_10_15(name: str, count: int) -> int:
+    """`count` as an int from 1 to 10^15, or a ValueError that names it."""
+    count = whole_number(name, count)
+    if count > MOST:
+        raise ValueError(f"{name} must be at most 10^15, not 10^{math.log10(count):.1f}: give a smaller number")
+    return count
 
 
 def above_0(**amounts: float) -> list[float]:

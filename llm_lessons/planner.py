@@ -4,8 +4,9 @@ Nothing here is loaded, allocated or measured: `plan` answers before you downloa
 
 What it takes for granted, so that you can judge its answers:
 
-- Times are lower bounds. They count the bytes that must be read and the matrix products that must be done, at the peak
-  rates of the device. No program reaches them; your own measurements (MFU, MBU) say how near yours comes.
+- Times count the bytes that must be read and the matrix products that must be done, at the peak rates of the device.
+  They are the least for a program that makes one token a step, and does attention and the other products one after the
+  other. Your own measurements (MFU, MBU) say how near yours comes.
 - Every user's sequence has the same length, `context` tokens, all of them in the cache. No two users share a prefix.
 - Fewer bits shrink what is stored and read. The arithmetic stays in 16 bits, as with weight-only quantization.
 - All weights have the same number of bits, embedding, head and norms too. Count the scales in: 4.5 for int4 with a
@@ -22,9 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .capacity import Shape, _is_number, ridge_point, roofline_time
-from .devices import Device, above_0
-from .kv_cache import whole_number
+from .capacity import Shape, _is_number, roofline_time
+from .devices import Device, above_0, at_most_10_15
 
 # Tokens of one pass: a longer prompt is read in pieces. DEFAULT_MAX_NUM_BATCHED_TOKENS in
 # https://github.com/vllm-project/vllm/blob/main/vllm/config/scheduler.py (servers with large GPUs set it to 8,192).
@@ -33,6 +33,8 @@ PREFILL_CHUNK = 2048
 # Kept free: for the driver and its libraries, graphs, fragments, other programs. vLLM's default was 10 % for years (in
 # 0.11, say) and is 8 % now: gpu_memory_utilization in https://github.com/vllm-project/vllm/blob/main/vllm/config/cache.py
 RESERVE = Fraction(10, 100)
+
+FEWEST_BITS = 2  # a way out that asks for fewer is none: too little is left of the model, or of its cache
 
 
 def decode_step_time(batch: int, params: float, weight_bytes: float, kv_bytes_per_sequence: float, flops: float,
@@ -43,9 +45,10 @@ def decode_step_time(batch: int, params: float, weight_bytes: float, kv_bytes_pe
 
     First term: attention reads the cache of each sequence; its arithmetic is taken to hide behind that. Second: the
     weights are read once for all sequences, and multiplied with each. The two are added, because a layer's attention
-    and its other products wait for each other. The step makes one token for each of the `batch` sequences.
+    and its other products wait for each other; a program that splits the batch can do both at once, and be faster
+    (NanoFlow, Zhu et al. 2024, https://arxiv.org/abs/2408.12757). The step makes one token for each sequence.
     """
-    batch = whole_number("batch", batch)
+    batch = at_most_10_15("batch", batch)
     params, weight_bytes, flops, bandwidth = above_0(
         params=params, weight_bytes=weight_bytes, flops=flops, bandwidth=bandwidth)
     if not _is_number(kv_bytes_per_sequence) or kv_bytes_per_sequence < 0:
@@ -62,7 +65,7 @@ def prefill_servers(prefill_seconds: float, decode_step_seconds: float, batch: i
     A decode server finishes `batch` answers in answer_tokens steps; each began with one prompt, read alone.
     """
     prompt, step = above_0(prefill_seconds=prefill_seconds, decode_step_seconds=decode_step_seconds)
-    return prompt * whole_number("batch", batch) / (whole_number("answer_tokens", answer_tokens) * step)
+    return prompt * at_most_10_15("batch", batch) / (at_most_10_15("answer_tokens", answer_tokens) * step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,7 @@ class Plan:
         for name in ("weight_bits", "kv_bits"):
             object.__setattr__(self, name, _bits(name, getattr(self, name)))
         for name in ("context", "users"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+            object.__setattr__(self, name, at_most_10_15(name, getattr(self, name)))
 
     # --- Memory, in bytes -------------------------------------------------------------------------------------------
 
@@ -178,10 +181,7 @@ class Plan:
     @property
     def tpot(self) -> float:
         """The least time per output token: a decode step for all users, each with `context` tokens in the cache."""
-        device, streamed = self.device, self.shape.streamed_parameters
-        kv_bytes = self.context * self.shape.kv_bytes_per_token(self.kv_bits / 8)
-        return decode_step_time(self.users, streamed, streamed * self.weight_bits / 8, kv_bytes,
-                                device.flops_per_second[device.dtype], device.bytes_per_second)
+        return self._step_time(self.context * self.shape.kv_bytes_per_token(self.kv_bits / 8))
 
     @property
     def tokens_per_second(self) -> float:
@@ -190,10 +190,17 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """What a decode step waits for: "memory bandwidth", or "arithmetic" once its intensity is past the ridge."""
-        intensity = self.shape.decode_intensity(self.context, self.users, self.weight_bits / 8, self.kv_bits / 8)
-        past = intensity > ridge_point(self.device.roofline, self.device.dtype)
-        return "arithmetic" if past else "memory bandwidth"
+        """The larger part of `tpot`: reading "the caches", or reading "the weights", or else "arithmetic" with them."""
+        matrices = self._step_time(0)
+        if self.tpot - matrices > matrices:
+            return "the caches"
+        reading = self.shape.streamed_parameters * self.weight_bits / 8 / self.device.bytes_per_second
+        return "arithmetic" if matrices > reading else "the weights"
+
+    def _step_time(self, kv_bytes_per_sequence: float) -> float:
+        device, streamed = self.device, self.shape.streamed_parameters
+        return decode_step_time(self.users, streamed, streamed * self.weight_bits / 8, kv_bytes_per_sequence,
+                                device.flops_per_second[device.dtype], device.bytes_per_second)
 
     # --- In words ---------------------------------------------------------------------------------------------------
 
@@ -203,10 +210,10 @@ class Plan:
         sizes |= {"together": self.needed, "device": self.device.memory}
         return "\n".join([
             f"{_three(self.shape.parameters / 1e9)} billion weights in {self.weight_bits:g} bits on {self.device.name}",
-            f"{_users(self.users)} of {self.context:,} tokens, KV cache in {self.kv_bits:g} bits",
+            f"{_users(self.users)} of {_tokens(self.context)}, KV cache in {self.kv_bits:g} bits",
             *(f"  {name:<12}{nbytes / 1e9:>10,.2f} GB {nbytes / 2**30:>10,.2f} GiB" for name, nbytes in sizes.items()),
             *self._verdict(),
-            f"TTFT: at least {_seconds(self.ttft)} for a prompt of {self.context:,} tokens, read alone",
+            f"TTFT: at least {_seconds(self.ttft)} for a prompt of {_tokens(self.context)}, read alone",
             f"TPOT: at least {_seconds(self.tpot)}, bound by {self.bound}; for all users together at most "
             f"{_three(self.tokens_per_second)} tokens/s",
         ])
@@ -214,20 +221,22 @@ class Plan:
     def _verdict(self) -> list[str]:
         """Does it fit, and how much more would; or what is missing, and each change that would do on its own."""
         if self.fits:
+            these, each = ("this user", "") if self.users == 1 else (f"these {self.users:,} users", " each")
             return [f"It fits, and {_size(self.free)} are free: room for at most {_users(self.max_users)} of "
-                    f"{self.context:,} tokens, or for {self.max_context:,} tokens each"]
+                    f"{_tokens(self.context)}, or for {these} with {_tokens(self.max_context)}{each}"]
         weight_bits, kv_bits = (math.floor(10 * bits * (1 + self.free / nbytes)) / 10 for bits, nbytes in
                                 ((self.weight_bits, self.weights), (self.kv_bits, self.cache)))
         memory = math.ceil((self.needed - self.reserve) / (1 - RESERVE))
         ways = [
             self.max_users and f"fewer users: at most {self.max_users:,}",
-            self.max_context and f"a shorter context: at most {self.max_context:,} tokens each",
-            weight_bits >= 1 and f"smaller weights: at most {weight_bits:g} bits each",
-            kv_bits >= 1 and f"a smaller KV cache: at most {kv_bits:g} bits for each number",
-            f"a larger device: at least {_size(memory)}",
+            self.max_context and f"a shorter context: at most {_tokens(self.max_context)} each",
+            weight_bits >= FEWEST_BITS and f"smaller weights: at most {weight_bits:g} bits each",
+            kv_bits >= FEWEST_BITS and f"a smaller KV cache: at most {kv_bits:g} bits for each number",
+            f"a larger device: at least {_size(memory, math.ceil)}",
         ]
-        return [f"It does not fit: {_size(-self.free)} are missing. It would with one of these:",
-                *(f"  - {way}" for way in ways if way)]
+        ways = [f"  - {way}" for way in ways if way]
+        return [f"It does not fit: {_size(-self.free)} are missing. It would with{' one of these' * (len(ways) > 1)}:",
+                *ways]
 
 
 def plan(shape: Shape, device: Device, weight_bits: float = 16, kv_bits: float = 16, *, context: int,
@@ -263,8 +272,10 @@ def _three(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f} GB ({nbytes / 2**30:,.2f} GiB)"
+def _size(nbytes: int, rounded: Callable[[Fraction], int] = round) -> str:
+    """Both units, two digits behind the point. `rounded` is math.ceil for what must not be less."""
+    gb, gib = (rounded(Fraction(100 * nbytes, unit)) / 100 for unit in (10**9, 2**30))
+    return f"{gb:,.2f} GB ({gib:,.2f} GiB)"
 
 
 def _seconds(seconds: float) -> str:
@@ -273,3 +284,7 @@ def _seconds(seconds: float) -> str:
 
 def _users(count: int) -> str:
     return f"{count:,} user{'s' * (count != 1)}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count != 1)}"

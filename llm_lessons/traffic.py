@@ -118,8 +118,9 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], ids=None) -> list[Request
 
     Their `submitted` is the time at which they were due, also when a step of the engine was under way then. Answers
     have exactly their length: there are no stop ids. Prompts are random ids, or pieces of the text `ids` [tokens], each
-    from another place. Each request is a tenant of its own, so that none finds its prompt read already. When nothing is
-    to be done, `serve` sleeps; a clock that is not the time of day has a `sleep(seconds)` for that.
+    from another place. Each request is a tenant of its own, so that none finds its prompt read already, in this call or
+    an earlier one. When nothing is to be done, `serve` sleeps; a clock that is not the time of day has a
+    `sleep(seconds)` for that.
 
     Raises ValueError, with nothing started, when a request does not fit the engine.
     """
@@ -137,7 +138,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], ids=None) -> list[Request
     while len(requests) < len(load) or engine.running or engine.waiting:
         while len(requests) < len(load) and engine.clock() >= start + load[len(requests)].at:
             number, arrival = len(requests), load[len(requests)]
-            request = engine.submit(prompts[number], arrival.answer, tenant=number)
+            request = engine.submit(prompts[number], arrival.answer, tenant=f"load, request {engine._submitted}")
             request.submitted = start + arrival.at  # it has been waiting since then
             requests.append(request)
         if engine.running or engine.waiting:

@@ -191,7 +191,7 @@ def cache_growth(page, widget) -> dict:
 
 
 def grid_explorer(page, widget) -> dict:
-    """Bits per weight, by hand: 4 + 16 / 576 for a whole row; 4 + 16 / 32 in groups, and a minimum as well; 2 bits."""
+    """Bits per weight, by hand: 4 + 16 / 576 for a whole row; 4 + 16 / 32 in groups; a minimum as well; 8 bits."""
     with redrawn(page, widget):
         choose(widget, "row", "layer 0, qkv, row 0")
         shown(page, widget, "layer 0, qkv, row 0: ")
@@ -203,12 +203,58 @@ def grid_explorer(page, widget) -> dict:
         choose(widget, "grid", "asymmetric")
         shown(page, widget, "5 bits per weight with 16-bit scales and minima")
     with redrawn(page, widget):
-        drag(page, widget, "bits", 0)
-        shown(page, widget, "3 bits per weight")
+        drag(page, widget, "bits", 1)
+        shown(page, widget, "9 bits per weight")
     with redrawn(page, widget):
         keys(page, widget, "% of largest", "ArrowLeft", 2)
         shown(page, widget, " clipped")
-    return {"row": "layer 0, qkv, row 0", "a grid for": 32, "grid": False, "bits": 2, "% of largest": 90}
+    return {"row": "layer 0, qkv, row 0", "a grid for": 32, "grid": False, "bits": 8, "% of largest": 90}
+
+
+def timeline(page, widget) -> dict:
+    """Reading a prompt of 800 tokens takes 18 + 800 · 0.4 = 338 ms in one call: so long wait those that are writing."""
+    longest = r"longest gap between two tokens (\d+) ms"
+    assert int(re.search(longest, widget.text_content())[1]) > 338
+    with redrawn(page, widget):
+        drag(page, widget, "token budget", 0)
+        page.wait_for_function(f"node => Number(node.textContent.match(/{longest}/)[1]) < 338",
+                               arg=widget.element_handle())
+    with redrawn(page, widget):
+        keys(page, widget, "places", "ArrowLeft")
+    with redrawn(page, widget):
+        choose(widget, "batching", "static")
+    with redrawn(page, widget):
+        choose(widget, "requests", "answers of unequal length")
+        shown(page, widget, "answers of unequal length; median TTFT")
+    return {"requests": "answers of unequal length", "batching": "static", "places": 2, "token budget": 16}
+
+
+def planner(page, widget) -> dict:
+    """A token's cache takes 131,072 bytes with 16 bits; half the bits of 8 · 4,096 tokens free 2.15 GB."""
+    shown(page, widget, ": needs 23 GB (21.4 GiB) of 24 GB (22.4 GiB): 1.03 GB (0.96 GiB) free")
+    with redrawn(page, widget):
+        choose(widget, "bits in the cache", "8 (fp8)")
+        shown(page, widget, ": 3.18 GB (2.96 GiB) free")
+    with redrawn(page, widget):
+        choose(widget, "bits per weight", "4.5 (int4, groups of 32)")  # 8.03 billion · 11.5 bits less: 11.5 GB
+        shown(page, widget, ": 14.7 GB (13.7 GiB) free")
+    with redrawn(page, widget):
+        keys(page, widget, "context", "ArrowRight")  # twice the cache: 2.15 GB less
+        shown(page, widget, ": 12.6 GB (11.7 GiB) free")
+    with redrawn(page, widget):
+        drag(page, widget, "users", 0)  # the caches of 7 users of 8,192 tokens: 3.76 GB more
+        shown(page, widget, ": 16.3 GB (15.2 GiB) free")
+    with redrawn(page, widget):
+        choose(widget, "how many", "2")
+        shown(page, widget, " on 2 x NVIDIA L4")
+    with redrawn(page, widget):
+        choose(widget, "device", "h200")
+        shown(page, widget, "2 x NVIDIA H200")
+    with redrawn(page, widget):
+        choose(widget, "model", "smollm2-135m")
+        shown(page, widget, "smollm2-135m on 2 x NVIDIA H200")
+    return {"model": "smollm2-135m", "device": "h200", "how many": 2, "bits per weight": 4.5, "bits in the cache": 8,
+            "context": 8192, "users": 1}
 
 
 DRIVEN = {
@@ -221,6 +267,8 @@ DRIVEN = {
     "06_decode": [step_timeline],
     "07_kv_cache": [cache_growth],
     "08_quantization": [grid_explorer],
+    "09_batching": [timeline],
+    "10_sizing": [planner],
 }
 
 

@@ -6,6 +6,7 @@ import math
 
 import ipywidgets
 import matplotlib
+import numpy as np
 import pytest
 from tiny import one_thread as one_thread
 
@@ -65,6 +66,16 @@ def test_what_does_not_fit_is_hatched_from_the_end_of_the_memory_on():
     assert not [bar for bar in plots.memory_bars({"a": (PARTS, 22.6e9)}).axes[0].patches if bar.get_hatch() == "xx"]
 
 
+def test_a_bar_without_end_is_cut_and_says_how_long_it_is():
+    axis = plots.memory_bars({"a": ({"weights": 2e9, "cache": 458e9}, 1e9), "b": (PARTS, 24e9)}).axes[0]
+    assert axis.get_xlim() == (0, pytest.approx(416))
+    written = {text.get_text(): text.get_position()[0] for text in axis.texts}
+    assert written["460 times the memory →"] == 400
+    assert written["2"] == 100 and written["458"] == 300, "in the middle of what is seen"
+    longest = plots.memory_bars({"a": ({"weights": 4e9}, 1e9)}).axes[0]
+    assert not [text for text in longest.texts if "times" in text.get_text()]
+
+
 @pytest.mark.parametrize(("rows", "words"), [
     ({}, "nothing to draw"), ({"a": ({}, 1e9)}, "parts of 'a' must be named weights, cache, .* not nothing"),
     ({"a": ({"weight": 1}, 1e9)}, r"not \['weight'\]"), ({"a": ({"weights": -1}, 1e9)}, "weights of 'a' .* not -1"),
@@ -97,7 +108,7 @@ def test_lines_without_users_are_refused(contexts, users, words):
 # --- Time -----------------------------------------------------------------------------------------------------------
 
 def test_batches_become_latency_and_throughput():
-    shown = plots.latency_throughput({"short": plots.Batches([1, 8, 64], [0.01, 0.02, 0.04], 2)}, knee=64)
+    shown = plots.latency_throughput({"short": plots.Batches([1, 8, 64], [0.01, 0.02, 0.04], 2)}, critical=64)
     axis = shown.axes[0]
     whole, hollow = axis.lines[:2]
     assert list(whole.get_xdata()) == pytest.approx([10, 20, 40])  # ms
@@ -105,9 +116,9 @@ def test_batches_become_latency_and_throughput():
     assert list(hollow.get_xdata()) == pytest.approx([40]) and hollow.get_markerfacecolor() == "white"
     assert [note.get_text() for note in axis.texts] == ["1", "8", "64"]
     assert list(axis.lines[2].get_xdata()) == pytest.approx([40]) and axis.lines[2].get_fillstyle() == "none"
-    assert "batch 8 20 ms 400 tokens/s, batch 64 40 ms 1,600 tokens/s (does not fit); arithmetic" in shown.alt
+    assert "batch 8 20 ms 400 tokens/s, batch 64 40 ms 1,600 tokens/s (does not fit); multiplying the" in shown.alt
     assert "from a batch of 64" in shown.alt
-    assert "arithmetic" not in plots.latency_throughput({"a": plots.Batches([1], [0.01], 1)}).alt
+    assert "multiplying" not in plots.latency_throughput({"a": plots.Batches([1], [0.01], 1)}).alt
 
 
 @pytest.mark.parametrize(("curves", "words"), [
@@ -181,10 +192,10 @@ def shown():
 def test_the_planner_begins_with_its_twin_and_follows_every_control(shown):
     words, controls = shown.words, shown.controls
     # Llama-3-8B: 8,030,261,248 parameters; 131,072 bytes of cache a token; 8 users of 4,096 tokens: 4.29 GB
-    assert "llama-3-8b on 1 x NVIDIA L4: needs 23 GB" in words.value and "of 24 GB (22.4 GiB): 1.03 GB" in words.value
+    assert "llama-3-8b on NVIDIA L4: needs 23 GB" in words.value and "of 24 GB (22.4 GiB): 1.03 GB" in words.value
     assert "room for 9 users of 4,096 tokens" in words.value
     # (15.009 + 4.295) GB / 300 GB/s; 8 tokens in that time
-    assert "TPOT at least 64.3 ms, bound by memory bandwidth; at most 124 tokens/s in all" in words.value
+    assert "TPOT at least 64.3 ms, bound by the weights; at most 124 tokens/s in all" in words.value
     assert "weights 16.1 GB, cache 4.29 GB," in shown.twin.alt
     assert shown.picture.value == shown.twin.png()
     for name, value, part in (("users", 16, "too much"), ("kv_bits", 8, "free"), ("context", 8192, "too much"),
@@ -221,11 +232,17 @@ def test_the_planner_names_the_choices(setting, value):
         widgets.planner(**{setting: value})
 
 
+@pytest.mark.parametrize(("setting", "value"), [("count", True), ("context", 4096.0), ("users", 8.0)])
+def test_the_planner_takes_whole_numbers(setting, value):
+    with pytest.raises(ValueError, match=f"{setting} must be a whole number of at least 1, not {value!r}"):
+        widgets.planner(**{setting: value})
+
+
 def test_the_planner_and_its_twin_travel_together(shown):
     bundle = shown._repr_mimebundle_()
     assert set(bundle) == {WIDGET, "image/png", "text/plain"}
     assert base64.b64decode(bundle["image/png"]) == shown.twin.png()
-    assert bundle["text/plain"].startswith("Interactive: llama-3-8b on 1 x NVIDIA L4")
+    assert bundle["text/plain"].startswith("Interactive: llama-3-8b on NVIDIA L4")
     assert all(isinstance(control, (ipywidgets.Dropdown, ipywidgets.SelectionSlider)) for control
                in shown.controls.values())
 
@@ -243,7 +260,9 @@ def test_every_model_and_every_device_can_be_planned(shown):
 
 def test_the_checks_users_are_those_of_arithmetic_by_hand():
     # Llama-3-8B on 24 GB: (21.6e9 - 2 * 8,030,261,248) / (4096 * 131,072) = 10.3
-    by_hand = {("llama-3-8b", 24): (21.6e9 - 16_060_522_496) / (4096 * 131_072),
+    # SmolLM2, one byte for each of 2 * 30 * 3 * 64 numbers a token: 11,520 bytes
+    by_hand = {("smollm2-135m", 24): (21.6e9 - 2 * 134_515_008) / (1024 * 11_520),
+               ("llama-3-8b", 24): (21.6e9 - 16_060_522_496) / (4096 * 131_072),
                ("llama-3-8b", 80): (72e9 - 8_030_261_248) / (8192 * 131_072),  # 8-bit weights: 59.6
                ("qwen3-4b", 24): (21.6e9 - 2 * 4_022_458_880) / (4096 * 73_728),  # 4,022,272,000 streamed, 73 norms
                ("llama-2-13b", 80): (72e9 - 2 * 13_015_864_320) / (2048 * 819_200)}
@@ -265,6 +284,14 @@ def one_by_one(shape, gigabytes, context, weight_bits, kv_bits):
     return users
 
 
+def in_an_array(*case):
+    return np.array(one_by_one(*case))
+
+
+def choice_in_an_array(*case):
+    return np.array(least_time_by_hand(*case))
+
+
 def sorted_choices(shape, device, context, users, seconds):
     choices = itertools.product((1, 2, 4, 8), (16, 8, 4.5), (16, 8))
     plans = [(c, plan(shape, device.several(c[0]), *c[1:], context=context, users=users)) for c in choices]
@@ -283,8 +310,9 @@ def in_one_line(plan, measured, limit):
 
 
 @pytest.mark.parametrize(("name", "fn"), [
-    ("users_that_fit", in_floats), ("users_that_fit", one_by_one), ("cheapest", sorted_choices),
-    ("cheapest", least_time_by_hand), ("diagnose", in_one_line)])
+    ("users_that_fit", in_floats), ("users_that_fit", one_by_one), ("users_that_fit", in_an_array),
+    ("cheapest", sorted_choices), ("cheapest", least_time_by_hand), ("cheapest", choice_in_an_array),
+    ("diagnose", in_one_line)])
 def test_every_correct_way_of_writing_it_passes(name, fn, capsys):
     getattr(check, name)(fn)
     assert capsys.readouterr().out == "passed\n"
@@ -293,4 +321,9 @@ def test_every_correct_way_of_writing_it_passes(name, fn, capsys):
 def test_the_cases_tell_the_answers_apart():
     assert {verdict for *_, verdict in sizing._deployments()} == set(sizing.VERDICTS)
     users = [math.floor(max(0, sizing._users(SHAPES[name], *case))) for name, *case in sizing.CASES]
-    assert users == [10, 59, 44, 27, 0]
+    assert users == [1808, 10, 59, 44, 27, 0]
+
+
+def test_a_plan_is_named_in_few_words():
+    assert sizing.diagnose.verdict(lambda plan, measured, limit: None).startswith(
+        "not right yet: for a plan of 8 users, 0.08, 0.1 your function returned None")

@@ -21,6 +21,18 @@ def test_counts(name, count):
         plan(TINY, L4, **{"context": 10, "users": 2} | {name: count})
 
 
+@pytest.mark.parametrize(("count", "power"), [(10**15 + 1, "15.0"), (2 * 10**15, "15.3"), (10**400, "400.0")])
+def test_more_than_anybody_has(count, power):
+    for name, call in (("context", lambda: plan(TINY, L4, context=count, users=1)),
+                       ("users", lambda: plan(TINY, L4, context=1, users=count)), ("count", lambda: L4.several(count)),
+                       ("batch", lambda: decode_step_time(count, 1e9, 2e9, 0, 1e14, 1e12)),
+                       ("batch", lambda: prefill_servers(0.9, 0.02, count, 512)),
+                       ("answer_tokens", lambda: prefill_servers(0.9, 0.02, 32, count))):
+        with pytest.raises(ValueError, match=rf"{name} must be at most 10\^15, not 10\^{power}: give a smaller number"):
+            call()
+    assert "users of 1,000,000,000,000,000 tokens" in str(plan(TINY, L4.several(10**15), context=10**15, users=10**15))
+
+
 @pytest.mark.parametrize("name", ["weight_bits", "kv_bits"])
 @pytest.mark.parametrize("bits", [0, 0.5, -4, 33, 64, "int4", None, True, float("nan"), float("inf")])
 def test_bits(name, bits):

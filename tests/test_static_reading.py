@@ -131,8 +131,10 @@ def test_hints_and_solutions_unfold(path):
     source = "".join(cell.source for cell in cells(path, "markdown"))
     solutions = re.findall(r"<summary>Solution</summary>\n\n```python\n(.*?)\n```", source, re.S)
     folded = "".join(page(path).folded)
-    assert source.count("<details>") == source.count("</details>") == folded.count("Hint") + folded.count("Solution")
-    assert len(solutions) == source.count("<summary>Solution</summary>")
+    summaries = re.findall(r"<details><summary>(.+?)</summary>", source)
+    assert source.count("<details>") == source.count("</details>") == len(summaries)
+    assert len(solutions) == summaries.count("Solution")
+    assert all(CODE.sub("", summary) in folded for summary in summaries)
     for solution in solutions:
         assert solution.strip() in folded
     assert "```" not in folded

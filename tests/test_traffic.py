@@ -242,3 +242,11 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_starts(monkeypatch)
         ll.serve(engine, LOAD)
     with pytest.raises(ValueError, match="outside this model's vocabulary"):
         ll.serve(new_engine(clock), LOAD, ids=[97])
+
+
+def test_a_second_load_on_the_same_engine_finds_nothing_read_already():
+    engine, reading = ll.simulated_engine(ll.CostModel(0.01, prefill_call=0.1), kv_blocks=256), []
+    engine.step = lambda step=engine.step: reading.append(step())
+    for _ in range(2):
+        ll.serve(engine, [ll.Arrival(0.0, 100, 2)])
+    assert [count for step in reading for _, count in step.prefilled] == [100, 100]

@@ -5,8 +5,10 @@ import math
 from llm_lessons import plan
 
 
-def users(shape, gigabytes, context, weight_bits, kv_bits, heads=None, kinds=2, gb=1e9, kept=0.9, bits=8, copies=0):
-    token = kinds * shape.layers * (heads or shape.kv_heads) * shape.head_dim * kv_bits / bits
+def users(shape, gigabytes, context, weight_bits, kv_bits, heads=None, kinds=2, gb=1e9, kept=0.9, bits=8, copies=0,
+          cache_bits=None, layers=None):
+    numbers = kinds * (layers or shape.layers) * (heads or shape.kv_heads) * shape.head_dim
+    token = numbers * kv_bits / (cache_bits or bits)
     weights = shape.parameters * weight_bits / bits
     return max(0, int((gigabytes * gb * kept - (0 if copies else weights)) // (context * token + copies * weights)))
 
@@ -29,6 +31,27 @@ def no_reserve(*case):
 
 def bits_for_bytes(*case):
     return users(*case, bits=1)
+
+
+def cache_bits_for_bytes(*case):
+    return users(*case, cache_bits=1)
+
+
+def one_layer(*case):
+    return users(*case, layers=1)
+
+
+def keeps_10_percent_of_the_rest(shape, gigabytes, context, weight_bits, kv_bits):
+    left = 0.9 * (gigabytes * 1e9 - shape.parameters * weight_bits / 8)
+    return max(0, int(left // (context * shape.kv_bytes_per_token(kv_bits / 8))))
+
+
+def gigabytes_for_bytes(*case):
+    return users(*case, gb=1)
+
+
+def gigabytes_for_bytes_below_0(*case):
+    return int(a_fraction_of_a_user(case[0], case[1] / 1e9, *case[2:]) // 1)
 
 
 def weights_for_each_user(*case):
@@ -165,17 +188,21 @@ WRONG = {
         (weights_for_each_user, "share one copy"), (forgets_the_weights, "weights are forgotten"),
         (hidden_over_heads, "take shape.head_dim"), (cache_as_wide_as_the_weights, "the width of the weights"),
         (rounds_up, "Round down"), (a_fraction_of_a_user, "whole people"), (fewer_than_nobody, "nobody fits: 0"),
+        (cache_bits_for_bytes, "kv_bits are bits"), (one_layer, "every layer has a cache"),
+        (keeps_10_percent_of_the_rest, "of the whole memory"), (gigabytes_for_bytes, r"10\^9 of them"),
+        (gigabytes_for_bytes_below_0, r"10\^9 of them"),
         (forgets_the_context, "has a context of many"), (users_in_words, "not 'nine'")],
     "cheapest": [
         (forgets_the_memory, "does not fit: .* GB are missing"), (forgets_the_time, "too slow: at least"),
         (takes_milliseconds, "returns nothing"), (fewest_bits, "Take no fewer bits"),
-        (most_bits_before_fewest_devices, "what you pay for"), (cache_before_weights, "weights of 16 bits will do"),
-        (always_the_largest, "will do as well, with fewer bits"), (time_of_all_users_together, "with fewer bits"),
+        (most_bits_before_fewest_devices, "fewer devices will do"),
+        (cache_before_weights, "weights of 16 bits will do"),
+        (always_the_largest, "fewer devices will do"), (time_of_all_users_together, "You pay for devices"),
         (the_smaller_cache, "a cache of 16 bits will do"),
         (the_count_alone, r"return \(count, weight bits, cache bits\)")],
     "diagnose": [
         (never_memory, "will run out of memory"), (measured_first, "it is 'memory'"),
-        (always_the_program, "no program can do it"), (always_the_device, "lost between the two"),
+        (always_the_program, "one token a step"), (always_the_device, "lost between the two"),
         (slower_than_the_plan_is_the_program, "it is 'fine'"), (exactly_the_limit_is_too_slow, "it is 'fine'"),
         (says_whether, "return one of")],
 }

@@ -37,7 +37,7 @@ def admit(answer: Callable) -> None:
     for waiting, free, places, size in (
             ([20, 40, 10], 8, 4, 16), ([20], 2, 8, 16), ([20], 1, 8, 16), ([16], 1, 8, 16), ([15], 1, 8, 16),
             ([10, 100, 10], 3, 8, 16), ([5] * 6, 20, 2, 16), ([30, 30, 30], 5, 8, 16), ([7, 8, 3], 5, 3, 4),
-            ([9, 9], 4, 0, 4), ([], 4, 4, 16)):
+            ([9, 9], 4, 0, 4), ([5, 5, 5], 2, 8, 16), ([], 4, 4, 16)):
         case = f"for waiting={waiting}, free_blocks={free}, free_places={places}, block_size={size}:"
         got = answer(waiting, free, places, size)
         if isinstance(got, (list, tuple)):
@@ -72,6 +72,8 @@ def _admissions(waiting: list[int], free: int, places: int, size: int) -> dict[s
             _starters([(n + 1) // size + 1 for n in waiting], free, places),
         "A request may take the last free block: it is enough if they just fit":
             sum(total < free for total in accumulate(needs[:places])),
+        "Two requests never share a block that is half empty: round up for each of them, then add":
+            sum(total <= free * size for total in accumulate(n + 1 for n in waiting[:places])),
         "You compared tokens with blocks: divide by the block size, rounded up":
             _starters([n + 1 for n in waiting], free, places)}
 
@@ -135,7 +137,7 @@ def _plans(decoding: int, unread: list[int], budget: int) -> dict[str, list[int]
 
 # --- Who was served in time -------------------------------------------------------------------------------------------
 
-GOOD = (0.0, [0.5, 0.55, 0.6, 0.65])  # a request: submitted, and when each token came, in seconds
+GOOD = (2.0, [2.5, 2.55, 2.6, 2.65])  # a request: submitted, and when each token came, in seconds
 ONE_BY_ONE = [  # with limits of 1.0 and 0.1: a request, is it in time, and what to say to who thinks otherwise
     (GOOD, True, "its first token came after 0.5 s, the others 0.05 s apart. Time per output token is counted from the "
      "first token on: what came before is TTFT"),
@@ -144,7 +146,12 @@ ONE_BY_ONE = [  # with limits of 1.0 and 0.1: a request, is it in time, and what
     ((3.0, [3.2, 3.44, 3.68]), False, "its tokens came 0.24 s apart: the later tokens have a limit, too"),
     ((0.0, [0.2, 0.32, 0.44]), False, "three tokens have two gaps between them: divide by one less than there are "
      "tokens, which gives 0.12 s"),
+    ((0.0, [0.2, 0.22, 0.24, 0.44]), True, "its three gaps are 0.08 s on average: the limit is for the mean, not "
+     "for the longest"),
+    ((0.0, [0.2, 0.21, 0.22, 0.62]), False, "its three gaps are 0.14 s on average: the limit is for the mean, not for "
+     "the median"),
     ((4.0, [4.4]), True, "an answer of one token has no gap that could be too long: the first limit alone decides"),
+    ((0.0, [1.0]), True, "1.0 s is still within a limit of 1.0 s"),
     ((5.0, []), False, "it has no token yet: that is not in time")]
 
 
@@ -166,8 +173,8 @@ def within_limits(answer: Callable) -> None:
                 "you left out the request without an answer. Its user waits longest: count it as missed": 1.0})):
         compare(answer(requests, 1.0, 0.1), right, f"limits 1.0 and 0.1, requests {requests}: the share", mistakes)
     everybody = [request for request, *_ in ONE_BY_ONE]
-    compare(answer(everybody, 9.0, 9.0), 5 / 6, "limits of 9.0 and 9.0, six requests: the share", {
-        "the limits are given to your function, and may be others than 1.0 and 0.1": 2 / 6})
+    compare(answer(everybody, 9.0, 9.0), 8 / 9, "limits of 9.0 and 9.0, nine requests: the share", {
+        "the limits are given to your function, and may be others than 1.0 and 0.1": 4 / 9})
 
 
 # --- Whose blocks may be found ----------------------------------------------------------------------------------------
@@ -185,6 +192,7 @@ DIFFERENT = [  # two blocks that must not be taken for each other, and what woul
     (("a1", 2, (5, 6)), ("a", 12, (5, 6)), "glued together both read a12: a tenant could choose its name so that it "
      "finds another's blocks. Keep the parts apart, in a tuple"),
     ((1, 0, (5, 6)), ("1", 0, (5, 6)), "the number 1 and the text \"1\" are two tenants: as text they are one"),
+    ((0, 0, (5, 6)), (None, 0, (5, 6)), "tenant 0, and no tenant, are two: keep the tenant as it is"),
     ((None, 0, (5, 6)), ("None", 0, (5, 6)), "no tenant, and a tenant who is called \"None\": as text they are one"),
     ((-1, 0, (5, 6)), (-2, 0, (5, 6)), "these two have the same hash: in Python hash(-1) == hash(-2). A hash says "
      "where to look, not that two things are equal: return the parts themselves")]

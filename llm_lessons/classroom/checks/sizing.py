@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Real
-
-import torch
 
 from ...capacity import SHAPES, Shape
 from ...devices import DEVICES, Device
 from ...planner import Plan, plan
-from .core import Wrong, exercise
+from .core import Wrong, exercise, show
 
 # --- How many users fit -----------------------------------------------------------------------------------------------
 
-CASES = (  # shape, gigabytes, context, weight bits, cache bits
+CASES = (  # shape, gigabytes, context, weight bits, cache bits; the first tells nearly all mistakes apart
+    ("smollm2-135m", 24, 1024, 16, 8),
     ("llama-3-8b", 24, 4096, 16, 16), ("llama-3-8b", 80, 8192, 8, 16), ("qwen3-4b", 24, 4096, 16, 8),
     ("llama-2-13b", 80, 2048, 16, 16), ("llama-3-70b", 80, 8192, 16, 16))
 
 
 def _users(s: Shape, gigabytes: float, context: int, weight_bits: float, kv_bits: float, *, heads: int | None = None,
-           head_dim: int | None = None, kinds: int = 2, gb: float = 1e9, kept: float = 0.9, bits: int = 8) -> float:
+           head_dim: int | None = None, kinds: int = 2, gb: float = 1e9, kept: float = 0.9, bits: int = 8,
+           cache_bits: int = 8, layers: int | None = None) -> float:
     """Users that fit, not rounded; right, or with a mistake: `kinds` keys and values, `kept` what may be filled."""
-    token = kinds * s.layers * (heads or s.kv_heads) * (head_dim or s.head_dim) * kv_bits / bits
+    token = kinds * (layers or s.layers) * (heads or s.kv_heads) * (head_dim or s.head_dim) * kv_bits / cache_bits
     return (gigabytes * gb * kept - s.parameters * weight_bits / bits) / (context * token)
 
 
@@ -38,8 +39,6 @@ def users_that_fit(answer: Callable) -> None:
         got = _number(answer(s, *case), asked)
         if got == right:
             continue
-        if got < 0:
-            raise Wrong(f"{asked}you give {got:g} users. Where the weights alone are too large, nobody fits: 0")
         room, weights = gigabytes * 0.9e9, s.parameters * weight_bits / 8
         mistakes = {
             "you round up: the last of them does not fit whole. Round down": math.ceil(_users(s, *case)),
@@ -51,7 +50,12 @@ def users_that_fit(answer: Callable) -> None:
             "each token has a key and a value: 2 times what you count": _users(s, *case, kinds=1),
             "these are as many as fit into so many GiB. A GB is 10^9 bytes": _users(s, *case, gb=2**30),
             "nothing is kept free: weights and cache may fill 90 % of the memory": _users(s, *case, kept=1),
-            "bits are taken for bytes: a byte has 8 bits": _users(s, *case, bits=1),
+            "bits are taken for bytes: a byte has 8 bits": _users(s, *case, bits=1, cache_bits=1),
+            "kv_bits are bits: divide by 8": _users(s, *case, cache_bits=1),
+            "every layer has a cache of its own": _users(s, *case, layers=1),
+            "10 % are kept of the whole memory, not of what the weights leave":
+                (gigabytes * 1e9 - weights) * 0.9 / (context * s.kv_bytes_per_token(kv_bits / 8)),
+            "gigabytes are taken for bytes: a GB is 10^9 of them": _users(s, *case, gb=1),
             "the weights are forgotten: they lie in the same memory":
                 room / (context * s.kv_bytes_per_token(kv_bits / 8)),
             "each user has weights of their own here. All users share one copy":
@@ -59,8 +63,10 @@ def users_that_fit(answer: Callable) -> None:
             "this is the cache of one token for each user. Each has a context of many": _users(s, *case) * context,
         }
         for words, wrong in mistakes.items():
-            if math.floor(max(0, wrong)) != right and math.floor(max(0, wrong)) == math.floor(got):
+            if math.floor(max(0, wrong)) != right and math.floor(got) in (math.floor(wrong), math.floor(max(0, wrong))):
                 raise Wrong(f"{asked}{words} (you give {got:g}, right is {right})")
+        if got < 0:
+            raise Wrong(f"{asked}you give {got:g} users. Where the weights alone are too large, nobody fits: 0")
         if math.floor(got) == right:
             raise Wrong(f"{asked}you give {got:g}: users are whole people, round down to {right}")
         raise Wrong(f"{asked}you give {got:g}, and right is {right}: 90 % of the memory, without the weights, divided "
@@ -68,7 +74,7 @@ def users_that_fit(answer: Callable) -> None:
 
 
 def _number(got, asked: str) -> float:
-    if isinstance(got, torch.Tensor) and got.numel() == 1:
+    with suppress(AttributeError, ValueError, RuntimeError):  # a number in an array or a tensor, or something else
         got = got.item()
     if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
         raise Wrong(f"{asked}return a number of users, not {got!r:.60}")
@@ -100,16 +106,17 @@ def cheapest(answer: Callable) -> None:
                 raise
             raise Wrong(f"{asked}your function returns nothing. {right} will do: it fits, and takes at least "
                         f"{1e3 * plans[right].tpot:.1f} ms") from None
+        got = got.tolist() if hasattr(got, "tolist") else got  # an array or a tensor
         got = tuple(got) if isinstance(got, (list, tuple)) else got
         if got == right:
             continue
-        if not isinstance(got, tuple) or got not in plans:
+        if not isinstance(got, tuple) or got not in list(plans):
             raise Wrong(f"{asked}return (count, weight bits, cache bits), each from its list, not {got!r:.60}")
         if got not in will_do:
             raise Wrong(f"{asked}you choose {got}, but {_fault(plans[got], seconds)}")
         if got[0] > right[0]:
-            raise Wrong(f"{asked}you choose {got}, but {right[0]} will do as well, with fewer bits: {right}. The "
-                        f"devices are what you pay for, so they come first")
+            raise Wrong(f"{asked}you choose {got}, but fewer devices will do: {right}. You pay for "
+                        f"devices, so they come first")
         if got[1] < right[1]:
             raise Wrong(f"{asked}you choose {got}, but weights of {right[1]} bits will do as well: {right}. Take no "
                         f"fewer bits than you need")
@@ -144,14 +151,18 @@ def _deployments() -> list[tuple[Plan, float, float, str]]:
 def diagnose(answer: Callable) -> None:
     """`answer(plan, measured, limit)` -> "memory", "device", "program" or "fine"; both times in seconds a token."""
     why = {"memory": "the plan does not fit: whatever the times are, it will run out of memory",
-           "device": "the plan itself takes longer than allowed, so no program can do it on this device",
+           "device": "the plan itself takes longer than allowed, so no program that makes one token a step can do it",
            "program": "the plan is within the limit and the measurement is not: the time is lost between the two",
            "fine": "it fits, and what was measured is within the limit"}
     for p, measured, limit, right in _deployments():
-        got = answer(p, measured, limit)
-        if got == right:
+        users = f"{p.users} {'user' if p.users == 1 else 'users'}"
+        try:
+            got = answer(p, measured, limit)
+        except Wrong as wrong:  # a plan in words has many lines
+            raise Wrong(str(wrong).replace(show([p]), f"a plan of {users}")) from None
+        if isinstance(got, str) and got == right:
             continue
-        asked = (f"for a plan of {p.users} {'user' if p.users == 1 else 'users'} that "
+        asked = (f"for a plan of {users} that "
                  f"{'fits' if p.fits else 'does not fit'}, at least {1e3 * p.tpot:.0f} ms a token, {1e3 * measured:.0f}"
                  f" ms measured and {1e3 * limit:.0f} ms allowed: ")
         if not isinstance(got, str) or got not in VERDICTS:

@@ -19,6 +19,7 @@ LOOKS = {  # of a part of memory, in the order in which they are stacked
     "optimizer": {"color": "#1F4E6B"},
 }
 PLATE = {"color": "white", "pad": 1}  # under a number that stands on a hatched part
+LONGEST = 400  # per cent of a memory that a bar can show
 LINES = (("-", "o"), ("--", "s"), ("-.", "D"), (":", "^"))
 
 
@@ -49,7 +50,10 @@ def _parts(label: str, parts: Mapping[str, float]) -> None:
 
 
 def memory_bars(rows: Mapping[str, tuple[Mapping[str, float], float]], title: str = "") -> Picture:
-    """Label -> (bytes of each part, bytes of the device's memory): a bar for each, in per cent of its memory."""
+    """Label -> (bytes of each part, bytes of the device's memory): a bar for each, in per cent of its memory.
+
+    The picture ends at LONGEST per cent; a longer bar says how long it is.
+    """
     if not rows:
         raise ValueError("there is nothing to draw: give at least one bar, label -> (parts, memory)")
     for label, (parts, memory) in rows.items():
@@ -57,7 +61,7 @@ def memory_bars(rows: Mapping[str, tuple[Mapping[str, float], float]], title: st
         _above_0(f"the memory of {label!r}", memory)
     alt = "memory: " + ". ".join(f"{label} {verdict(parts, memory)} ({listed(parts)})"
                                  for label, (parts, memory) in rows.items())
-    longest = max(100, *(100 * sum(parts.values()) / memory for parts, memory in rows.values()))
+    longest = min(LONGEST, max(100, *(100 * sum(parts.values()) / memory for parts, memory in rows.values())))
     with picture(alt, height=1.7 + 0.75 * len(rows)) as (figure, axis):
         for place, (parts, memory) in enumerate(rows.values()):
             _stack(axis, place, parts, memory / 100, longest, 1e9)
@@ -65,6 +69,9 @@ def memory_bars(rows: Mapping[str, tuple[Mapping[str, float], float]], title: st
             if over > 0:
                 axis.barh(place, over, 0.5, left=100, color="none", edgecolor=COLORS["mistake"], hatch="xx",
                           linewidth=2)
+            if over + 100 > longest:
+                axis.text(longest, place, f"{short(1 + over / 100)} times the memory →", ha="right", va="center",
+                          bbox=PLATE)
             axis.text(0, place - 0.32, verdict(parts, memory), va="bottom", fontsize=9,
                       color=COLORS["mistake"] if over > 0 else "black")
             axis.plot([100, 100], [place - 0.28, place + 0.36], color="black", linewidth=2.5,
@@ -83,9 +90,10 @@ def _stack(axis: Axes, place: float, parts: Mapping[str, float], unit: float, lo
     for name in sorted(parts, key=list(LOOKS).index):
         width = parts[name] / unit
         axis.barh(place, width, 0.5, left=left, label=name, **{"linewidth": 0.5, **LOOKS[name]})
-        if width > 0.07 * longest:
+        seen = min(left + width, longest) - left
+        if seen > 0.07 * longest:
             dark = name in ("gradients", "optimizer", "cache")
-            axis.text(left + width / 2, place, short(parts[name] / shown), ha="center", va="center",
+            axis.text(left + seen / 2, place, short(parts[name] / shown), ha="center", va="center",
                       color="white" if dark else "black", bbox=PLATE if name == "reserve" else None)
         left += width
 
@@ -144,10 +152,10 @@ class Batches:
         return [size / seconds for size, seconds in zip(self.sizes, self.seconds)]
 
 
-def latency_throughput(curves: Mapping[str, Batches], knee: int | None = None, title: str = "") -> Picture:
+def latency_throughput(curves: Mapping[str, Batches], critical: int | None = None, title: str = "") -> Picture:
     """Tokens per second in all against the time per token, a point for each batch; hollow: does not fit into memory.
 
-    `knee`: the batch from which a step's arithmetic takes longer than reading the weights.
+    `critical`: the batch from which multiplying the weights takes longer than reading them.
     """
     if not curves:
         raise ValueError("there is nothing to draw: give at least one curve, label -> Batches")
@@ -161,7 +169,7 @@ def latency_throughput(curves: Mapping[str, Batches], knee: int | None = None, t
                                  + ("" if at < curve.fit else " (does not fit)") for at, (size, seconds, rate)
                                  in enumerate(zip(curve.sizes, curve.seconds, curve.rates)))
         for label, curve in curves.items())
-    alt += f"; arithmetic takes longer than the weights from a batch of {knee}" if knee else ""
+    alt += f"; multiplying the weights takes longer than reading them from a batch of {critical}" if critical else ""
     shades = [COLORS["decode"], COLORS["kv_cache"], COLORS["attention"], COLORS["prefill"]]
     with picture(alt, height=4.6) as (figure, axis):
         for at, (label, curve) in enumerate(curves.items()):
@@ -171,16 +179,16 @@ def latency_throughput(curves: Mapping[str, Batches], knee: int | None = None, t
             axis.plot(times[curve.fit:], curve.rates[curve.fit:], marker, color=color, markerfacecolor="white")
             for size, x, y in zip(curve.sizes, times, curve.rates):
                 axis.annotate(f"{size}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-            if knee in curve.sizes:
-                place = curve.sizes.index(knee)
+            if critical in curve.sizes:
+                place = curve.sizes.index(critical)
                 axis.plot(times[place], curve.rates[place], marker, color="black", markersize=13, fillstyle="none")
         axis.set(xscale="log", yscale="log")
         log_ticks(axis.xaxis, (1, 2, 5))
         log_ticks(axis.yaxis, (1, 3))
         axis.plot([], [], "o", color="black", markersize=11, fillstyle="none",
-                  label="arithmetic takes over" if knee else "")
+                  label="multiplying the weights takes as long as reading them" if critical else "")
         axis.plot([], [], "o", color=COLORS["neutral"], markerfacecolor="white", label="does not fit into memory")
-        figure.legend(loc="outside lower center", ncols=3)
+        figure.legend(loc="outside lower center", ncols=2)
         label_axes(axis, "time per token, at least (ms, log scale)", "tokens per second in all,\nat most (log scale)",
                    drawable(title))
     return figure

@@ -44,7 +44,7 @@ class RooflineExplorer(Interactive):
 
     def __init__(self, roof: Roofline, dtype: str, matrices: str, tokens: int, width: float):
         self.roof, self.dtype = roof, dtype
-        look = {"style": {"description_width": "120px"}}
+        look = {"style": {"description_width": "120px"}, "layout": {"width": "330px"}}
         self.controls = {
             "matrices": ipywidgets.Dropdown(options=list(MATRICES), value=matrices, description="matrices", **look),
             "tokens": ipywidgets.SelectionSlider(options=[(f"{t:,}", t) for t in TOKENS], value=tokens,

@@ -82,8 +82,9 @@ class SamplingPlayground(Interactive):
 
     def _show(self, news: str = "nothing drawn yet"):
         left = int((self.sampler.stages(self.logits)[-1][1] > 0).sum())
-        # The mark keeps the number in its place behind a prompt that is written from right to left.
-        self.words.value = (f"after <b>{escape(readable(self.prompt))}</b>\N{LEFT-TO-RIGHT MARK}: {left:,} "
+        # A long prompt can break behind its spaces, and the number stays behind one written from right to left.
+        prompt = escape(readable(self.prompt).replace("·", "·\N{ZERO WIDTH SPACE}"))
+        self.words.value = (f"after <b>{prompt}</b>\N{LEFT-TO-RIGHT MARK}: {left:,} "
                             f"{'token' if left == 1 else 'tokens'} can come; {news}")
         shown = sampler_stages(self.sampler, self.logits, self.tokenizer, self.drawn)
         self.picture.value = shown.png()

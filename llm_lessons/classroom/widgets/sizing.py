@@ -8,6 +8,7 @@ import ipywidgets
 
 from ...capacity import SHAPES
 from ...devices import DEVICES
+from ...kv_cache import whole_number
 from ...planner import plan
 from ..plots.sizing import listed, memory_bars, verdict
 from ..style import Picture, short
@@ -68,5 +69,7 @@ def planner(model: str = "llama-3-8b", device: str = "l4", count: int = 1, weigh
                                  ("kv_bits", kv_bits, KV_BITS.values()), ("context", context, CONTEXTS),
                                  ("users", users, USERS)):
         one_of(name, value, options)
+    for name, value in (("count", count), ("context", context), ("users", users)):
+        whole_number(name, value)  # True and 4096.0 are among the options for Python, and not for the controls
     return Planner(model=model, device=device, count=count, weight_bits=weight_bits, kv_bits=kv_bits, context=context,
                    users=users)
