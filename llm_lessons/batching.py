@@ -34,6 +34,7 @@ from .kv_cache import whole_number
 from .model import Model, check_ids
 from .paged_cache import BlockPool, PagedCache
 from .request import Request
+from .timing import synchronize
 
 
 @dataclass
@@ -138,6 +139,7 @@ class Engine:
             raise
         touched = step.decoded + [request for request, _ in step.prefilled]
         step.finished = [request for request in touched if request.finish_reason is not None]
+        synchronize(self.pool.keys.device)  # a GPU may still be reading a piece of a prompt
         step.end, step.free_blocks = self.clock(), self.pool.free_blocks
         return step
 

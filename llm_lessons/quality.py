@@ -76,7 +76,7 @@ def bootstrap(values: Tensor, block: int = BLOCK, resamples: int = 2000, seed: i
 
     The interval speaks of other texts. It does not know of other models, nor of other grids that round as coarsely.
     """
-    values = torch.as_tensor(values).detach().double().cpu()
+    values = torch.as_tensor(values).detach().cpu().double()
     if values.dim() != 1 or not values.isfinite().all():
         raise ValueError(f"bootstrap takes one finite number for each token [tokens], not {list(values.shape)}"
                          + (" with NaN or infinity" if values.dim() == 1 else ""))

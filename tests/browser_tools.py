@@ -29,9 +29,10 @@ PATIENCE = 240_000  # milliseconds: a machine that is busy with other things mus
 ERROR = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.{}']"
 NEWS = {"fetchNews": "false", "checkForUpdates": False}  # or JupyterLab's question about news lies over the widgets
 
-# Put behind a lesson's cells: prints for each of its widgets what the kernel holds, {description or trait: value}.
+# Put behind a lesson's cells: prints for each of its widgets what the kernel holds, {description or trait: value}, and
+# the hash of its picture.
 ASK = '''
-import ipywidgets, json
+import hashlib, ipywidgets, json
 from llm_lessons.classroom.widgets import Interactive
 
 def held(widget):
@@ -40,7 +41,9 @@ def held(widget):
     found = {}
     for child in getattr(widget, "children", ()):
         found |= held(child)
-    if hasattr(widget, "value") and not isinstance(widget, (ipywidgets.HTML, ipywidgets.Image)):
+    if isinstance(widget, ipywidgets.Image):
+        found["picture"] = hashlib.sha256(widget.value).hexdigest()
+    elif hasattr(widget, "value") and not isinstance(widget, ipywidgets.HTML):
         found[widget.description or type(widget).__name__] = widget.value
     return found
 
@@ -124,7 +127,7 @@ def browser():
 def page(browser, lab):
     """A new page, with the light theme; `page.errors` gathers what its console calls errors."""
     (lab.home / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings").unlink(True)
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = browser.new_page(viewport={"width": 1280, "height": 1200})
     page.set_default_timeout(PATIENCE)
     page.errors = []
     page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
@@ -196,6 +199,15 @@ def redrawn(page, widget):
     yield
     page.wait_for_function("([image, old]) => image.src !== old && image.complete && image.naturalWidth > 0",
                            arg=[picture.element_handle(), before])
+
+
+def shows_picture(page, widget, sha256: str) -> None:
+    """Wait until the picture on the page is the one with this hash."""
+    page.wait_for_function("""async ([image, expected]) => {
+        const bytes = await (await fetch(image.src)).arrayBuffer();
+        const hash = [...new Uint8Array(await crypto.subtle.digest("SHA-256", bytes))];
+        return hash.map(byte => byte.toString(16).padStart(2, "0")).join("") === expected }""",
+                           arg=[widget.locator("img").first.element_handle(), sha256])
 
 
 def control(widget, label: str):

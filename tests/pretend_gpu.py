@@ -129,7 +129,7 @@ class Gpu(TorchFunctionMode):
 
     def _made_up(self, name: str, tensors: list[Tensor]) -> Tensor | None:
         """Numbers of the right shape and kind, in the place of a large product."""
-        if name not in ("linear", "scaled_dot_product_attention"):
+        if name not in ("linear", "scaled_dot_product_attention") or any(tensor.requires_grad for tensor in tensors):
             return None
         x, outputs = tensors[0], tensors[1].shape[0] if name == "linear" else tensors[2].shape[-1]
         if x.numel() * tensors[1].shape[-2] <= self.largest:  # rows of the weight, or keys

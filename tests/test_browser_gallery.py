@@ -104,7 +104,10 @@ def test_every_widget_is_whole_and_readable_at_two_widths_in_two_themes(page, la
     for theme in ("Light", "Dark"):
         choose_theme(page, f"JupyterLab {theme}")
         for width in (1280, 800):
-            page.set_viewport_size({"width": width, "height": 900})
+            page.set_viewport_size({"width": width, "height": 1200})
+            page.wait_for_function("""width => {  // JupyterLab lays its panels out some time after
+                const { right } = document.querySelector(".jp-NotebookPanel").getBoundingClientRect();
+                return width - 100 < right && right <= width }""", arg=width)
             for number, name in enumerate(GALLERY, 1):
                 widget = output(page, number)
                 for _ in range(20):  # until the page has been laid out anew
