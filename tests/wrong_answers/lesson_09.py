@@ -177,6 +177,8 @@ def limits_of_its_own(requests, ttft_limit, tpot_limit):
 
 WRONG = {
     "admit": [
+        (lambda waiting, free, places, size: sum(sum(n + 1 for n in waiting[:k + 1]) <= free * size
+                                                 for k in range(min(places, len(waiting)))), "never share a block"),
         (overtakes, "overtook one that did not fit"), (forgets_the_places, "forgot the places"),
         (takes_nothing_away, "takes its blocks away"), (no_room_for_the_next_token, "room for one token more"),
         (rounds_down, "round up"), (always_one_more, "one block too many where a text fills"),
@@ -189,6 +191,9 @@ WRONG = {
         (leaves_out_who_waits, "a prompt that must wait gets 0"), (goes_below_zero, "a number below 0"),
         (the_total, "a list, a number of tokens for each prompt")],
     "within_limits": [
+        (lambda requests, first, later: sum(
+            bool(t) and t[0] - at <= first and all(b - a <= later for a, b in zip(t, t[1:])) for at, t in requests)
+         / len(requests), "not for the longest"),
         (leaves_out_who_was_never_answered, "count it as missed"), (first_limit_alone, "the later tokens have a limit"),
         (second_limit_alone, "the time in which it waited included"),
         (either_limit, "the time in which it waited included"),
@@ -208,6 +213,7 @@ WRONG = {
         (lambda tenant, before, tokens: f"{tenant}{before}{tokens}", "choose its name"),
         (lambda tenant, before, tokens: f"{tenant}/{before}/{tokens}", "are two tenants"),
         (lambda tenant, before, tokens: (tenant or "None", before, tokens), "who is called"),
+        (lambda tenant, before, tokens: (tenant or 0, before, tokens), "tenant 0, and no tenant, are two"),
         (lambda tenant, before, tokens: hash((tenant, before, tokens)), "A hash says where to look"),
         (lambda tenant, before, tokens: [tenant, before, tokens], "cannot be the key of a dictionary"),
         (lambda tenant, before, tokens: object(), "nobody finds anything")],

@@ -37,7 +37,7 @@ def admit(answer: Callable) -> None:
     for waiting, free, places, size in (
             ([20, 40, 10], 8, 4, 16), ([20], 2, 8, 16), ([20], 1, 8, 16), ([16], 1, 8, 16), ([15], 1, 8, 16),
             ([10, 100, 10], 3, 8, 16), ([5] * 6, 20, 2, 16), ([30, 30, 30], 5, 8, 16), ([7, 8, 3], 5, 3, 4),
-            ([9, 9], 4, 0, 4), ([5, 5, 5], 2, 8, 16), ([], 4, 4, 16)):
+            ([9, 9], 4, 0, 4), ([9, 9, 9, 9], 2, 8, 16), ([], 4, 4, 16)):
         case = f"for waiting={waiting}, free_blocks={free}, free_places={places}, block_size={size}:"
         got = answer(waiting, free, places, size)
         if isinstance(got, (list, tuple)):
@@ -192,8 +192,8 @@ DIFFERENT = [  # two blocks that must not be taken for each other, and what woul
     (("a1", 2, (5, 6)), ("a", 12, (5, 6)), "glued together both read a12: a tenant could choose its name so that it "
      "finds another's blocks. Keep the parts apart, in a tuple"),
     ((1, 0, (5, 6)), ("1", 0, (5, 6)), "the number 1 and the text \"1\" are two tenants: as text they are one"),
-    ((0, 0, (5, 6)), (None, 0, (5, 6)), "tenant 0, and no tenant, are two: keep the tenant as it is"),
     ((None, 0, (5, 6)), ("None", 0, (5, 6)), "no tenant, and a tenant who is called \"None\": as text they are one"),
+    ((0, 0, (5, 6)), (None, 0, (5, 6)), "tenant 0, and no tenant, are two: keep the tenant as it is"),
     ((-1, 0, (5, 6)), (-2, 0, (5, 6)), "these two have the same hash: in Python hash(-1) == hash(-2). A hash says "
      "where to look, not that two things are equal: return the parts themselves")]
 
