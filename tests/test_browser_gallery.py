@@ -184,7 +184,6 @@ def test_text_of_strangers_is_text_in_every_widget_that_takes_it(page, strange):
     assert drawn <= set(signs) and len(drawn) > 2
     for name in HOSTILE:
         widget = strange(name)
-        assert widget.locator("*").evaluate_all("all => all.every(node => node.scrollWidth <= node.clientWidth + 1)")
         assert widget.locator("script").count() == 0
         assert widget.locator("img").evaluate_all("all => all.every(image => image.src.startsWith('blob:'))")
         keep_screenshot(widget, f"hostile_{name}")
