@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # playwright's own download of a browser is not available everywhere.
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
-PATIENCE = 240_000  # milliseconds: a machine that is busy with other things must not fail a test
+PATIENCE = 480_000  # milliseconds: a machine that is busy with other things must not fail a test
 ERROR = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.{}']"
 NEWS = {"fetchNews": "false", "checkForUpdates": False}  # or JupyterLab's question about news lies over the widgets
 
