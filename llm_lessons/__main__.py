@@ -62,7 +62,7 @@ def answer(prompt: str, name: str, max_new_tokens: int) -> None:
     finally:
         print()
         if seconds:
-            print(summary(len(ids), seconds, generation.finish_reason or "interrupted"))
+            print(summary(len(ids), seconds, generation.finish_reason or "cancelled"))
 
 
 def summary(prompt_tokens: int, seconds: list[float], reason: str) -> str:

@@ -22,8 +22,9 @@ chunked prefill beside decode under a token budget), https://arxiv.org/abs/2403.
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from .generate import fresh_sampler, prefill, stop_id_set, token_id
 from .kv_cache import whole_number
-from .model import Model, check_ids
+from .model import Model, check_ids, check_model
 from .paged_cache import BlockPool, PagedCache
 from .request import Request
 from .timing import synchronize
@@ -60,11 +61,12 @@ class Engine:
 
     Requests of one `tenant` share the blocks of a common beginning, requests of two tenants never share any. When a
     step is interrupted, or the model fails in it, all running requests wait again, and their tokens stay: go on with
-    `step` or `run`. An engine is used by one thread.
+    `step` or `run`. An engine may be used from several threads: one step runs at a time, and the others wait for it.
     """
 
     def __init__(self, model: Model, tokenizer=None, max_batch: int = 8, kv_blocks: int = 256, block_size: int = 16,
                  token_budget: int = 512, policy: str = "continuous", clock: Callable[[], float] = time.perf_counter):
+        check_model(model)
         self.max_batch = whole_number("max_batch", max_batch)
         self.token_budget = whole_number("token_budget", token_budget)
         if token_budget < max_batch:
@@ -77,6 +79,7 @@ class Engine:
         self.room = min(model.config.context, self.pool.blocks * self.pool.block_size)  # tokens, for one request
         self._requests: list[Request] = []  # all that are not finished, oldest first
         self._submitted = 0
+        self._lock = threading.RLock()  # re-entrant: a sampler may submit or cancel in the middle of a step
         self._batch = self._new_cache(None)  # lends its rows to the requests that decode in a step
 
     @property
@@ -89,8 +92,9 @@ class Engine:
         """Requests that wait for a place or for blocks, oldest first."""
         return [request for request in self._requests if not request.running and request.finish_reason is None]
 
-    def submit(self, ids, max_new_tokens: int = 64, sampler=None, stop_ids: Collection[int] = (),
-               stop_strings: Collection[str] = (), tenant: Hashable = None) -> Request:
+    def submit(self, ids, max_new_tokens: int = 64, sampler=None,
+               stop_ids: int | Collection[int] | None = (), stop_strings: str | Collection[str] | None = (),
+               tenant: Hashable = None) -> Request:
         """Queue a prompt, ids [tokens]. Like `generate`: greedy without a sampler; a `Sampler` starts from its seed.
 
         Raises ValueError when the prompt can never fit the pool or the context window; one that fits is continued
@@ -105,17 +109,20 @@ class Engine:
                              f"or make an engine with more kv_blocks")
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         stop_ids = stop_id_set(stop_ids)
-        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        stop_strings = () if stop_strings is None else stop_strings
+        one = isinstance(stop_strings, str) or not isinstance(stop_strings, Iterable)
+        stop_strings = (stop_strings,) if one else tuple(stop_strings)
         if not all(isinstance(stop, str) and stop for stop in stop_strings):
             raise ValueError(f"stop_strings must be texts that are not empty, not {stop_strings!r}")
         if stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: Engine(model, tokenizer)")
         sampler = fresh_sampler(sampler)
         max_new_tokens = min(max_new_tokens, self.room - len(ids) + 1)  # the last token needs no place in a block
-        request = Request(self, self._submitted, ids.tolist(), max_new_tokens, sampler, stop_ids, stop_strings,
-                          self._new_cache(tenant))
-        self._submitted += 1
-        self._requests.append(request)
+        with self._lock:
+            request = Request(self, self._submitted, ids.tolist(), max_new_tokens, sampler, stop_ids, stop_strings,
+                              self._new_cache(tenant))
+            self._submitted += 1
+            self._requests.append(request)
         return request
 
     def run(self) -> list[Step]:
@@ -127,6 +134,10 @@ class Engine:
 
     def step(self) -> Step:
         """Decode one token of every answer, read some of the prompts -> what happened. See the top of this file."""
+        with self._lock:
+            return self._step()
+
+    def _step(self) -> Step:
         step = Step(self.clock())
         try:
             self._decode(step)
@@ -177,7 +188,8 @@ class Engine:
     def _preempt(self, request: Request) -> None:
         """Give all its blocks back. It is first in the queue, and will read its prompt and its answer so far again.
 
-        (Often it finds some of its blocks as it left them. Its sampler goes on where it was: the same answer.)
+        (Often it finds some of its blocks as it left them. Its sampler goes on where it was: the same answer, up to
+        rounding.)
         """
         request.running = False
         request.cache.close()

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .kv_cache import Cache, whole_number
-from .model import Model, check_ids, check_owner
+from .model import Model, check_cache, check_ids, check_model
 from .sampling import Sampler
 
-CHUNK = 512  # tokens that prefill hands to the model at once; more gains no speed, and the mask grows with the square
+# Tokens that prefill hands to the model at once. It bounds the memory of activations, and costs some 10 % of the time,
+# since later pieces need a mask.
+CHUNK = 512
 
 
 def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
@@ -21,10 +23,11 @@ def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
     A prompt longer than `chunk` is read in pieces; the result is the same. Raises ValueError, with nothing written,
     when the prompt does not fit.
     """
+    check_model(model)
     ids, chunk = check_ids(ids, model.config.vocab), whole_number("chunk", chunk)
     if ids.dim() != 1:
         raise ValueError(f"prefill reads one sequence, not a batch of shape {list(ids.shape)}: call the model itself")
-    _check_cache(cache, model)
+    check_cache(cache, model)  # asked first: a call that is refused must not have changed it
     if cache.length + len(ids) > model.config.context:
         raise ValueError(f"{cache.length} + {len(ids)} tokens do not fit the context window of {model.config.context}")
     cache.reserve([len(ids)])
@@ -38,19 +41,13 @@ def prefill(model: Model, ids, cache: Cache, chunk: int = CHUNK) -> Tensor:
 
 def decode(model: Model, token: int, cache: Cache) -> Tensor:
     """Job two: one more token into a cache of one row -> logits [vocab] for the token after it."""
+    check_model(model)
     token = token_id(token, model.config.vocab)
-    _check_cache(cache, model)
+    check_cache(cache, model)
     with torch.inference_mode():  # no_grad, and less bookkeeping: a decode step is short
         logits = model([token], cache)[0]
     cache.remember([token])
     return logits.clone()
-
-
-def _check_cache(cache, model: Model) -> None:
-    """Is this a cache of the model? Asked first: a call that is refused must not have changed it."""
-    if not isinstance(cache, Cache):
-        raise ValueError(f"a cache is made with model.new_cache(capacity), not {cache!r}")
-    check_owner(cache, model)
 
 
 def token_id(token, vocab: int) -> int:
@@ -64,9 +61,13 @@ def token_id(token, vocab: int) -> int:
     return number
 
 
-def stop_id_set(stop_ids: int | Collection[int]) -> set[int]:
-    """One stop id, or several, as a set; ValueError for what cannot be an id."""
-    return {whole_number("a stop id", i, 0) for i in ([stop_ids] if isinstance(stop_ids, int) else stop_ids)}
+def stop_id_set(stop_ids: int | Collection[int] | None) -> set[int]:
+    """One stop id, several, or None, as a set; ValueError for what cannot be an id."""
+    try:
+        several = [stop_ids] if isinstance(stop_ids, (str, bytes)) else () if stop_ids is None else list(stop_ids)
+    except TypeError:  # one: an int, numpy's, a tensor of one number
+        several = [stop_ids]
+    return {whole_number("a stop id", i, 0) for i in several}
 
 
 def fresh_sampler(sampler) -> Callable:
@@ -93,8 +94,9 @@ def keep_shared_prefix(cache: Cache, ids: Sequence[int]) -> int:
 class Generation:
     """An answer while it is being written: iterate over it to get its token ids one by one. Made by `generate`.
 
-    `tokens` are the ids so far; `finish_reason` is None while it runs, then "stop" (a stop id came) or "length"
-    (`max_new_tokens` were written, or there is no room for more).
+    `tokens` are the ids so far; `finish_reason` is None while it runs, then "stop" (a stop id came), "length"
+    (`max_new_tokens` were written, or there is no room for more), "cancelled" (closed, or interrupted in the middle of
+    a token), or "error" (which was raised).
     """
 
     def __init__(self, model: Model, ids: Tensor, max_new_tokens: int, sampler, stop_ids, cache: Cache):
@@ -106,11 +108,18 @@ class Generation:
         return self
 
     def __next__(self) -> int:
-        return next(self._steps)
+        try:
+            return next(self._steps)
+        except StopIteration:
+            raise
+        except BaseException as error:  # no token will follow
+            self.finish_reason = "error" if isinstance(error, Exception) else "cancelled"
+            raise
 
     def close(self) -> None:
         """End the answer here; what the cache holds stays right."""
         self._steps.close()
+        self.finish_reason = self.finish_reason or "cancelled"
 
     def _write(self, model, ids, max_new_tokens, sampler, stop_ids, cache) -> Iterator[int]:
         prompt = ids.tolist()
@@ -128,8 +137,8 @@ class Generation:
         self.finish_reason = "stop"
 
 
-def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids: Collection[int] = (),
-             cache: Cache | None = None) -> Generation:
+def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None,
+             stop_ids: int | Collection[int] | None = (), cache: Cache | None = None) -> Generation:
     """Continue a prompt: an iterator over new token ids, which ends before a stop id (it is not among them).
 
     `ids`: the whole prompt, [tokens]. `sampler(logits, history) -> id` is greedy unless given; a `Sampler` starts
@@ -138,13 +147,14 @@ def generate(model: Model, ids, max_new_tokens: int = 64, sampler=None, stop_ids
     Raises ValueError at once when the prompt does not fit the cache or the context window. A prompt that fits is
     continued until the cache or the context window is full. (A paged cache whose pool is full raises ValueError.)
     """
+    check_model(model)
     ids, context = check_ids(ids, model.config.vocab).clone(), model.config.context
     if ids.dim() != 1:
         raise ValueError(f"generate continues one prompt, not a batch of shape {list(ids.shape)}")
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     stop_ids = stop_id_set(stop_ids)
     if cache is not None:
-        _check_cache(cache, model)
+        check_cache(cache, model)
         if len(cache.lengths) != 1:
             raise ValueError(f"generate continues one prompt: it needs a cache of one row, not of "
                              f"{len(cache.lengths)}")

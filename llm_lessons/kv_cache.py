@@ -23,12 +23,15 @@ Every cache answers to the same few names, and the model knows no others:
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+MOST_ROWS = 10**6  # of a cache; whoever asks for more has mixed up the arguments
 
 
 def whole_number(name: str, value, least: int = 1) -> int:
@@ -45,10 +48,17 @@ def whole_number(name: str, value, least: int = 1) -> int:
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Memory for keys or values. Zeros: a masked key has weight 0, and 0 times a leftover NaN would still be NaN.
 
-    Also within inference mode an ordinary tensor: others could not be written to outside of it.
+    Also within inference mode an ordinary tensor: others could not be written to outside of it. `shape[1]` is a number
+    of rows or blocks, for the MemoryError that names the bytes.
     """
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype, device=device)
+    torch.empty(0, dtype=dtype, device=device)  # one that is not there is told in torch's words
+    try:
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # TypeError: a size beyond 64 bits
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise MemoryError(f"there is no memory for {nbytes:,} bytes on {device}, {nbytes // shape[1]:,} for each of "
+                          f"{shape[1]:,} rows or blocks (keys and values take as much each): ask for fewer") from error
 
 
 class Cache:
@@ -59,6 +69,10 @@ class Cache:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, batch: int = 1,
                  dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.capacity, batch = whole_number("capacity", capacity), whole_number("batch", batch)
+        if batch > MOST_ROWS:
+            nbytes = 2 * layers * kv_heads * head_dim * self.capacity * dtype.itemsize
+            raise ValueError(f"batch must be at most {MOST_ROWS:,} rows, not {batch:,}: {nbytes:,} bytes each would be "
+                             f"{batch * nbytes:,} bytes")
         self.layers, self.kv_heads, self.head_dim, self.dtype = layers, kv_heads, head_dim, dtype
         self.device = torch.empty(0, device=device).device
         self.lengths = [0] * batch
@@ -74,6 +88,8 @@ class Cache:
     def reserve(self, new: list[int]) -> None:
         """Announce new[row] tokens for each row. Raises ValueError, with nothing written, when a row has no room."""
         self._new = None
+        if not isinstance(new, (list, tuple)):
+            raise ValueError(f"give the number of new tokens of each row in a list, not {new!r}")
         if len(new) != len(self.lengths):
             raise ValueError(f"this cache holds {len(self.lengths)} sequences, and {len(new)} were given")
         new = [whole_number("the number of new tokens in a row", more, 0) for more in new]
@@ -91,6 +107,10 @@ class Cache:
 
         Only the announced tokens of a row are stored (all n when nothing was announced); padding is not.
         """
+        layer = whole_number("layer", layer, 0)
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor) and k.dim() == 4):
+            raise ValueError(f"k and v must be tensors [batch, kv_heads, n, head_dim], not {str(k)[:40]!r} and "
+                             f"{str(v)[:40]!r}")
         batch, kv_heads, n, head_dim = k.shape
         ours = (len(self.lengths), self.kv_heads, self.head_dim, self.dtype)
         if layer >= self.layers or ours != (batch, kv_heads, head_dim, k.dtype):

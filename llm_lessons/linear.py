@@ -6,6 +6,8 @@ little to choose. On a CPU the library that multiplies decides how fast memory i
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from functools import lru_cache
 from math import prod
@@ -15,6 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formula
 
+# oneDNN, which multiplies on a CPU, keeps the code it made for each shape, some half a megabyte, for the last 1,024
+# shapes. Prompts of 65 lengths took 160 MB so. A step needs five shapes; it reads this once, at its first product.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
 FEW_ROWS = 12  # up to here bfloat16 gains more by its half as many bytes than it loses by slow arithmetic
 
 
@@ -23,6 +29,14 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, device
     if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
         has_fast_bfloat16()  # ask now: later, somebody may be timing or counting
     return nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device), requires_grad=False)
+
+
+def return_freed_memory() -> None:
+    """glibc keeps freed memory in the process. After a model was made of another or of a file, that is some 100 MB."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library: macOS, Windows, musl
+        pass
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -62,6 +76,16 @@ def _linear_flops(x_shape, weight_shape, *others, out_shape=None, **named) -> in
 
 if _has_onednn() and torch.ops.mkldnn._linear_pointwise not in flop_registry:
     register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_linear_flops)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight, for each vector x [..., size]; in float32 inside, a square overflows float16."""
+    if x.device.type != "cpu" or x.requires_grad:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # On a CPU torch makes that of eight small operations, but a layer norm of one. Over (x, -x) it is the same: the
+    # mean is 0, and the variance is the mean of the squares. (For a backward pass it would keep twice as much.)
+    both = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * x.shape[-1],), eps=eps)
+    return both[..., : x.shape[-1]] * weight
 
 
 class Layer(nn.Module):

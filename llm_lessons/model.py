@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kv_cache import Cache, KVCache, whole_number
-from .linear import Embedding, Layer, Linear
+from .linear import Embedding, Layer, Linear, rms_norm
+from .timing import check_device
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class ModelConfig:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         for name in ("rope_base", "norm_eps"):
-            if not isinstance(getattr(self, name), (int, float)) or not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {value!r}")
+        if not isinstance(self.tied, bool):
+            raise ValueError(f"tied must be True or False, not {self.tied!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.head_dim % 2:
@@ -51,7 +55,7 @@ class ModelConfig:
 
 
 class RMSNorm(Layer):
-    """Divide each vector by its root mean square, then scale. In float32 inside: a square overflows float16."""
+    """Divide each vector by its root mean square, then scale: x / √(mean(x²) + eps) · weight."""
 
     def __init__(self, size: int, eps: float, **where):
         super().__init__()
@@ -59,12 +63,7 @@ class RMSNorm(Layer):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.requires_grad:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # On a CPU torch makes that of eight small operations, but a layer norm of one. Over (x, -x) it is the same: the
-        # mean is 0, and the variance is the mean of the squares. (For a backward pass it would keep twice as much.)
-        both = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * x.shape[-1],), eps=self.eps)
-        return both[..., : x.shape[-1]] * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rope_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -148,6 +147,8 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         super().__init__()
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type such as torch.float32, not {dtype!r}")
         where = {"dtype": dtype, "device": device}
         self.config = config
         self.embedding = Embedding(config.vocab, config.hidden, **where)
@@ -160,7 +161,7 @@ class Model(nn.Module):
     @classmethod
     def random(cls, config: ModelConfig, seed: int = 0, dtype=torch.float32, device="cpu") -> Model:
         """A model of this shape that has learnt nothing, the same for the same seed: for tests and for timing."""
-        model, generator = cls(config, dtype, device), torch.Generator().manual_seed(seed)
+        model, generator = cls(config, dtype, check_device(device)), torch.Generator().manual_seed(seed)
         for name, weight in model.named_parameters():
             values = torch.empty(weight.shape).normal_(std=0.02, generator=generator)
             weight.copy_(values + 1 if "norm" in name else values)
@@ -210,12 +211,13 @@ class Model(nn.Module):
         rows = (ids[None] if ids.dim() == 1 else ids).to(self.device)  # [B, T]
         B, T = rows.shape
         lengths = check_lengths(lengths, B, T)
+        if cache is not None:
+            check_cache(cache, self)
         past = [0] * B if cache is None else cache.lengths
         longest = max(old + new for old, new in zip(past, lengths))
         if longest > self.config.context:
             raise ValueError(f"{longest} tokens are more than this model's context window of {self.config.context}")
         if cache is not None:
-            check_owner(cache, self)
             cache.reserve(lengths)
 
         positions = torch.tensor(past, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
@@ -233,8 +235,19 @@ class Model(nn.Module):
         return x[0] if ids.dim() == 1 else x
 
 
-def check_owner(cache: Cache, model: Model) -> None:
-    """Keys and values of another model would be nonsense: a ValueError."""
+def check_model(model) -> None:
+    """Is this a model? Whoever swaps two arguments hears of it in these words: a ValueError."""
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a model such as ll.load_pretrained() gives, not {str(model)[:40]!r}")
+
+
+def check_cache(cache, model: Model) -> None:
+    """Is this a cache, and this model's? Keys and values of another would be nonsense: a ValueError.
+
+    Lesson 07 writes caches of its own: whatever answers to the names that kv_cache.py lists is one.
+    """
+    if isinstance(cache, type) or not hasattr(cache, "reserve"):
+        raise ValueError(f"a cache is made with model.new_cache(capacity), not {cache!r}")
     if cache.model is not None and cache.model() is not model:
         raise ValueError("this cache holds keys and values of another model: use this model's new_cache")
 
@@ -243,12 +256,18 @@ def check_ids(ids, vocab: int) -> Tensor:
     """Token ids as an integer tensor [T] or [B, T], or a ValueError that names what is wrong."""
     try:
         ids = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if "expected sequence of length" in str(error):
+            raise ValueError("the rows of ids differ in length: pad on the right and give lengths=") from None
+        if "verflow" in str(error):
+            raise ValueError(f"an id of {str(ids)[:40]} is outside this model's vocabulary, 0 to {vocab - 1}") from None
         raise ValueError(f"ids must be whole numbers, not {str(ids)[:40]!r}: pass what tokenizer.encode gave") from None
     if ids.numel() == 0 or ids.dim() not in (1, 2):
         raise ValueError(f"ids must be [tokens] or [batch, tokens], with at least one token, not {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be whole numbers, not {ids.dtype}: pass what tokenizer.encode gave")
+    if ids.layout != torch.strided or ids.is_meta:
+        raise ValueError("ids must be an ordinary tensor, neither sparse nor without numbers (meta)")
     ids = ids.long()
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:

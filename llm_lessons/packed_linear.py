@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import Layer, Linear, product
+from .linear import Layer, Linear, product, return_freed_memory
 from .model import Model, ModelConfig, RMSNorm
 from .quantize import QuantizedTensor, check_bits, concatenate, quantize, unpack
 
@@ -231,6 +231,7 @@ def packed_model(config: ModelConfig, device: torch.device,
         elif isinstance(layer, Linear):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, packed_linear(weight_of(name)))
+    return_freed_memory()
     return model
 
 

@@ -103,7 +103,10 @@ class Plan:
 
     @property
     def cache(self) -> int:
-        """Keys and values of all tokens of all users: users · context · 2 · L · G · D · kv_bits / 8."""
+        """Keys and values of all tokens of all users: users · context · 2 · L · G · D · kv_bits / 8.
+
+        On n devices they take n times what the fullest one has: G / n heads, rounded up, in the place of G (`several`).
+        """
         return self._cache(self.context, self.users)
 
     @property
@@ -155,7 +158,14 @@ class Plan:
         return _most(lambda context: self._fits(context, self.users))
 
     def _cache(self, context: int, users: int) -> int:
-        return math.ceil(users * context * self.shape.kv_bytes_per_token(self.kv_bits / 8))
+        return math.ceil(users * context * self._kv_bytes_per_token)
+
+    @property
+    def _kv_bytes_per_token(self) -> Fraction:
+        """On all devices together: each has as many whole heads as the fullest one, at least one."""
+        heads, devices = self.shape.kv_heads, self.device.count
+        copies = Fraction(-(-heads // devices) * devices, heads)
+        return copies * Fraction(self.shape.kv_bytes_per_token(self.kv_bits / 8))
 
     def _activations(self, context: int, users: int) -> int:
         s, tokens = self.shape, max(min(context, PREFILL_CHUNK), users)
@@ -175,13 +185,13 @@ class Plan:
         The time that the prompt waits in a queue comes on top, and so does the decode step that shares the device.
         """
         flops = self.shape.prefill_flops(self.context)
-        nbytes = self.shape.prefill_bytes(self.context, 0, self.weight_bits / 8, self.kv_bits / 8)
+        nbytes = self.shape.streamed_parameters * self.weight_bits / 8 + self.context * float(self._kv_bytes_per_token)
         return roofline_time(flops, nbytes, self.device.roofline, self.device.dtype)
 
     @property
     def tpot(self) -> float:
         """The least time per output token: a decode step for all users, each with `context` tokens in the cache."""
-        return self._step_time(self.context * self.shape.kv_bytes_per_token(self.kv_bits / 8))
+        return self._step_time(self.context * float(self._kv_bytes_per_token))
 
     @property
     def tokens_per_second(self) -> float:

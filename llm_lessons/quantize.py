@@ -87,6 +87,8 @@ def quantize(weight: Tensor, bits: int = 8, group_size: int | None = None, symme
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() == 0 or weight.numel() == 0:
         what = f"{list(weight.shape)} of {weight.dtype}" if isinstance(weight, Tensor) else repr(weight)
         raise ValueError(f"quantize takes a tensor [..., columns] of floating-point numbers, not {what}")
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"symmetric must be True or False, not {symmetric!r}")
     bits, columns = check_bits(bits), weight.shape[-1]
     group_size = columns if group_size is None else whole_number("group_size", group_size)
     if columns % group_size:
@@ -151,7 +153,9 @@ def pack(codes: Tensor, bits: int, padding: int = 0) -> Tensor:
     row begins with a byte of its own; `padding` fills up its last one. ValueError for codes that do not fit.
     """
     bits = check_bits(bits)
-    if codes.numel() and not (0 <= codes.min() and codes.max() < 2**bits):
+    if not isinstance(codes, Tensor) or codes.dim() == 0 or codes.is_complex():
+        raise ValueError(f"codes must be a tensor [..., columns] of whole numbers, not {codes!r}")
+    if codes.numel() and not (0 <= codes.min() and codes.max() < 2**bits and (codes == codes.to(torch.uint8)).all()):
         raise ValueError(f"codes of {bits} bits are whole numbers from 0 to {2**bits - 1}, not from {codes.min()} to "
                          f"{codes.max()}: on a symmetric grid, add {2**(bits - 1)}")
     return _pack(codes, bits, padding)
@@ -170,8 +174,10 @@ def _pack(codes: Tensor, bits: int, padding: int) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, bits: int) -> Tensor:
-    """The inverse of `pack`: uint8 [..., bytes] -> codes, uint8 [..., columns]."""
-    bits = check_bits(bits)
+    """The inverse of `pack`: uint8 [..., bytes] -> codes, uint8 [..., columns]. ValueError for other bytes."""
+    bits, columns = check_bits(bits), whole_number("columns", columns, 0)
+    if not isinstance(packed, Tensor) or packed.dim() == 0 or packed.dtype != torch.uint8:
+        raise ValueError(f"packed must be a tensor [..., bytes] of torch.uint8, as pack gives it, not {packed!r}")
     share = 8 // bits
     if packed.shape[-1] != -(-columns // share):
         raise ValueError(f"{columns} codes of {bits} bits fill {-(-columns // share)} bytes, not {packed.shape[-1]}")

@@ -49,8 +49,9 @@ class Request:
 
     def cancel(self) -> None:
         """End the answer here and give its blocks back, whether it is waiting or running. Afterwards: nothing."""
-        if self.finish_reason is None:
-            self.engine._finish(self, "cancelled")
+        with self.engine._lock:
+            if self.finish_reason is None:
+                self.engine._finish(self, "cancelled")
 
     @property
     def ttft(self) -> float | None:

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampler:
     """Draws the next token: `sampler(logits, history) -> id`.
 
     temperature 0 takes the most probable token, the lowest id of several, and uses no randomness; that is the default.
     top_k None or 0, top_p None or 1, min_p None or 0 and repetition_penalty 1 switch a step off. A filter always
-    leaves at least the most probable token. The same seed draws the same tokens, on every device and in every batch;
-    without a seed no two samplers agree. torch's global random state is never touched.
+    leaves at least the most probable token. The same seed draws the same numbers; where logits differ by rounding
+    (another device, dtype or batch) the token may differ. Without a seed no two samplers agree. torch's global random
+    state is never touched. Settings cannot be changed: make another sampler.
     """
 
     temperature: float = 0.0
@@ -41,7 +42,7 @@ class Sampler:
         self._require("repetition_penalty", lambda r: 1e-6 < r < 1e6, "above 0 (1 changes nothing)")
         self._require("seed", lambda s: s is None or (-2**63 <= s < 2**64 and s % 1 == 0),
                       "a whole number of at most 64 bits, or None")
-        self._generator = torch.Generator()
+        object.__setattr__(self, "_generator", torch.Generator())
         if self.seed is None:
             self._generator.seed()
         else:

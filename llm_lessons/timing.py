@@ -26,7 +26,8 @@ def best_device() -> torch.device:
 def check_device(device: torch.device | str) -> torch.device:
     """The device, or a ValueError that says which there are: "cuda" without a GPU fails late, and in other words."""
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=torch.device(device)).is_meta:
+            raise RuntimeError("it computes nothing")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise ValueError(f"the device {device!r} is not here ({str(error).splitlines()[0][:80]}): use 'cpu', or leave "
                          f"it out for {best_device().type!r}, the fastest here") from None
@@ -58,6 +59,7 @@ def stopwatch(fn: Callable[[], object], device: torch.device | str = "cpu", runs
     """Time `fn()` several times. The clock starts and stops only when the device is idle; warm-up runs do not count."""
     if runs < 1 or warmup < 0:
         raise ValueError(f"runs must be at least 1 and warmup at least 0, not {runs} and {warmup}")
+    check_device(device)
     for _ in range(warmup):
         fn()
     seconds = []
@@ -92,6 +94,7 @@ def timed(tokens: Iterable[int], device: torch.device | str = "cpu") -> Iterator
 
     The first one's time is the time to first token, prefill included. Time that you spend between two is not counted.
     """
+    check_device(device)
     tokens = iter(tokens)
     while True:
         synchronize(device)

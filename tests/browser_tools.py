@@ -26,6 +26,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 # playwright's own download of a browser is not available everywhere.
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
 PATIENCE = 480_000  # milliseconds: a machine that is busy with other things must not fail a test
+LAZY = 250  # milliseconds between two looks at a page whose kernel works: else it looks, and paints, 60 times a second
 ERROR = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.{}']"
 NEWS = {"fetchNews": "false", "checkForUpdates": False}  # or JupyterLab's question about news lies over the widgets
 
@@ -123,8 +124,8 @@ def browser():
         opened.close()
 
 
-@pytest.fixture
-def page(browser, lab):
+@contextmanager
+def new_page(browser, lab):
     """A new page, with the light theme; `page.errors` gathers what its console calls errors."""
     (lab.home / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings").unlink(True)
     page = browser.new_page(viewport={"width": 1280, "height": 1200})
@@ -132,9 +133,18 @@ def page(browser, lab):
     page.errors = []
     page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: page.errors.append(str(error)))
-    yield page
-    page.close()
-    lab.shut_kernels()
+    try:
+        yield page
+    finally:
+        page.close()
+        lab.shut_kernels()
+
+
+@pytest.fixture
+def page(browser, lab):
+    """A page for one test."""
+    with new_page(browser, lab) as page:
+        yield page
 
 
 def lesson_cells(name: str) -> list:
@@ -158,9 +168,10 @@ def run_all(page, lab: Lab, name: str, cells: list) -> None:
     page.get_by_text("Run All Cells", exact=True).click()
     prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.textContent)"
     page.wait_for_function(f"() => document.querySelector(\"{ERROR.format('error')}\") ||"
-                           f" {prompts}.every(text => /\\d/.test(text))", timeout=300_000)
+                           f" {prompts}.every(text => /\\d/.test(text))", timeout=300_000, polling=LAZY)
     for kind in ("error", "stderr"):
-        assert page.locator(ERROR.format(kind)).all_text_contents() == []
+        printed = page.locator(ERROR.format(kind)).all_text_contents()
+        assert printed == [], printed
     count = sum(cell.cell_type == "code" for cell in cells)
     assert page.evaluate(f"() => {prompts}") == [f"[{number}]:" for number in range(1, count + 1)]
 
@@ -185,10 +196,11 @@ def in_kernel(page) -> list[dict]:
     return json.loads(cell.locator(".jp-OutputArea-output").text_content())
 
 
-def shown(page, widget, words: str) -> None:
-    """Wait until the widget shows these words."""
-    page.wait_for_function("([element, words]) => element.textContent.includes(words)",
-                           arg=[widget.element_handle(), words])
+def shown(page, widget, words: str | re.Pattern) -> None:
+    """Wait until the widget shows these words, or what the pattern describes."""
+    pattern = words.pattern if isinstance(words, re.Pattern) else re.escape(words)
+    page.wait_for_function("([element, pattern]) => new RegExp(pattern).test(element.textContent)",
+                           arg=[widget.element_handle(), pattern])
 
 
 @contextmanager
@@ -203,11 +215,15 @@ def redrawn(page, widget):
 
 def shows_picture(page, widget, sha256: str) -> None:
     """Wait until the picture on the page is the one with this hash."""
-    page.wait_for_function("""async ([image, expected]) => {
-        const bytes = await (await fetch(image.src)).arrayBuffer();
-        const hash = [...new Uint8Array(await crypto.subtle.digest("SHA-256", bytes))];
-        return hash.map(byte => byte.toString(16).padStart(2, "0")).join("") === expected }""",
-                           arg=[widget.locator("img").first.element_handle(), sha256])
+    for _ in range(PATIENCE // 500):
+        seen = widget.locator("img").first.evaluate("""async image => {
+            const bytes = await (await fetch(image.src)).arrayBuffer();
+            const hash = [...new Uint8Array(await crypto.subtle.digest("SHA-256", bytes))];
+            return hash.map(byte => byte.toString(16).padStart(2, "0")).join("") }""")
+        if seen == sha256:
+            return
+        page.wait_for_timeout(500)
+    raise AssertionError("the page does not show the picture that the kernel drew last")
 
 
 def control(widget, label: str):
@@ -222,17 +238,25 @@ def keys(page, widget, label: str, key: str, times: int = 1) -> None:
         page.keyboard.press(key)
 
 
-def drag(page, widget, label: str, share: float) -> None:
-    """Drag a slider's handle with the mouse to this share of its track; to an end (0, 1) with a little too much."""
+def drag(page, widget, label: str, end: int) -> None:
+    """Drag a slider's handle with the mouse to its first (0) or last value (1), and a little too far.
+
+    The page may move under the mouse while a picture comes: a handle that was missed is taken again.
+    """
     slider = control(widget, label)
-    slider.scroll_into_view_if_needed()
-    handle, track = slider.locator(".noUi-handle").bounding_box(), slider.locator(".noUi-base").bounding_box()
-    y = handle["y"] + handle["height"] / 2
-    page.mouse.move(handle["x"] + handle["width"] / 2, y)
-    page.mouse.down()
-    past = 10 * ((share == 1) - (share == 0))
-    page.mouse.move(track["x"] + share * track["width"] + past, y, steps=5)
-    page.mouse.up()
+    for _ in range(5):
+        slider.scroll_into_view_if_needed()
+        handle, track = slider.locator(".noUi-handle").bounding_box(), slider.locator(".noUi-base").bounding_box()
+        y = handle["y"] + handle["height"] / 2
+        page.mouse.move(handle["x"] + handle["width"] / 2, y)
+        page.mouse.down()
+        page.mouse.move(track["x"] + end * track["width"] + (10 if end else -10), y, steps=5)
+        page.mouse.up()
+        now, last = (float(slider.locator(".noUi-handle").get_attribute(name))
+                     for name in ("aria-valuenow", "aria-valuemax" if end else "aria-valuemin"))
+        if now == last:
+            return
+    raise AssertionError(f"{label} stands at {now}: its handle cannot be dragged to {last}")
 
 
 def choose(widget, label: str, option: str) -> None:

@@ -32,7 +32,8 @@ def random_llama(**settings) -> LlamaForCausalLM:
     config = dict(
         vocab_size=304, hidden_size=288, intermediate_size=64, num_hidden_layers=2, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=128, rms_norm_eps=1e-3, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 777.0}, bos_token_id=None, eos_token_id=0)
+        rope_theta=777.0, rope_parameters={"rope_type": "default", "rope_theta": 777.0},  # version 4; 5
+        bos_token_id=None, eos_token_id=0)
     model, generator = LlamaForCausalLM(LlamaConfig(**config | settings)).eval(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():

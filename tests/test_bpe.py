@@ -284,7 +284,8 @@ def test_training_takes_time_in_proportion_to_the_length_of_a_run():
 def test_a_million_equal_signs_are_one_piece(gpt2):
     encoding, by_hand = gpt2
     assert BPETokenizer({}).encode("^" * 1_000_000) == [94] * 1_000_000
-    assert by_hand.encode("^" * 1_000_000) == encoding.encode_ordinary("^" * 1_000_000)
+    # tiktoken is asked for a hundredth: before 0.13 its time grows with the square of a piece's length.
+    assert by_hand.encode("^" * 1_000_000) == encoding.encode_ordinary("^" * 10_000) * 100
 
 
 @pytest.mark.parametrize("vocab_size, seconds", [(512, 10), (4096, 60)])

@@ -2,7 +2,8 @@
 
 import re
 
-from browser_tools import code, keep_screenshot, needs_browser, run_all
+import pytest
+from browser_tools import code, keep_screenshot, needs_browser, new_page, run_all
 
 import llm_lessons as ll
 
@@ -29,6 +30,8 @@ from llm_lessons.classroom import widgets
 shown = widgets.attention_explorer(model, tokenizer, text)
 shown
 '''
+LONG = 'widgets.attention_explorer(model, tokenizer, " cat" * 200)'
+ASK = 'print("in the kernel:", shown.widget.layer, shown.widget.head, shown.widget.token)'
 
 
 def expected():
@@ -40,10 +43,17 @@ def expected():
     return tokens, ll.trace(made["model"], ids).attention
 
 
-def open_notebook(page, lab, name, *cells):
-    """Run a notebook of these cells, and return its explorer."""
-    run_all(page, lab, name, code(*cells))
-    explorer = page.locator(".llm-attention")
+@pytest.fixture(scope="module")
+def page(browser, lab):
+    """The page with the notebook, which runs once: an explorer of `text`, one of 200 tokens, a question."""
+    with new_page(browser, lab) as page:
+        run_all(page, lab, "explorer", code(MAKE, SHOW, LONG, ASK))
+        yield page
+
+
+def explorer_of(page, number: int):
+    """The first explorer (0) of the notebook, or the second (1)."""
+    explorer = page.locator(".llm-attention").nth(number)
     explorer.scroll_into_view_if_needed()
     return explorer
 
@@ -59,10 +69,9 @@ def percent(weight) -> str:
     return "0 %" if byte == 0 else "under 1 %" if byte < 3 else f"{int(byte / 2.55 + 0.5)} %"
 
 
-def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page, lab):
+def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page):
     tokens, attention = expected()
-    explorer = open_notebook(page, lab, "explorer", MAKE, SHOW,
-                             'print("in the kernel:", shown.widget.layer, shown.widget.head, shown.widget.token)')
+    explorer = explorer_of(page, 0)
     last = len(tokens) - 1
     wait_for(page, explorer, layer=0, head=0, token=last)
 
@@ -74,7 +83,7 @@ def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page,
     wait_for(page, explorer, layer=7, head=3)  # the bytes of layer 7 came from the kernel
     assert "layer 7, head 3" in explorer.get_by_role("img").get_attribute("aria-label")
     is_active = "cell => cell.classList.contains('jp-mod-active')"
-    active = [page.locator(".jp-Cell").nth(n).evaluate(is_active) for n in range(3)].index(True)
+    active = [page.locator(".jp-Cell").nth(n).evaluate(is_active) for n in range(4)].index(True)
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     wait_for(page, explorer, layer=8, head=4)
@@ -123,8 +132,8 @@ def test_mouse_and_keyboard_reach_the_kernel_and_any_text_is_shown_as_text(page,
     assert page.errors == []
 
 
-def test_200_tokens_follow_the_mouse_without_lag(page, lab):
-    explorer = open_notebook(page, lab, "long", MAKE, SHOW.replace("text)", '" cat" * 200)'))
+def test_200_tokens_follow_the_mouse_without_lag(page):
+    explorer = explorer_of(page, 1)
     assert explorer.locator(".word").count() == 200
     milliseconds = explorer.evaluate("""node => {
         const times = [...node.querySelectorAll('.word')].map(word => {

@@ -1,12 +1,24 @@
 """Every widget of the course in one small notebook: at two widths, in two themes, and with text of strangers.
 
-A new widget needs one line in `GALLERY`, and one in `HOSTILE` if it is given text.
+A new widget needs one line in `GALLERY`, and one in `HOSTILE` if it is given text. The notebook runs once for all
+tests of this file.
 """
 
 import json
 
 import pytest
-from browser_tools import choose_theme, code, control, keep_screenshot, keys, needs_browser, output, run_all, shown
+from browser_tools import (
+    choose_theme,
+    code,
+    control,
+    keep_screenshot,
+    keys,
+    needs_browser,
+    new_page,
+    output,
+    run_all,
+    shown,
+)
 from test_browser import DRIVEN
 
 pytestmark = needs_browser
@@ -42,6 +54,31 @@ GALLERY = {
     "timeline": 'widgets.timeline("a long prompt among short ones", "continuous")',
     "planner": 'widgets.planner("llama-3-8b", "l4", weight_bits=4.5)',
 }
+
+# Each is one token, so that a token's own text is hostile, too. (The course's model has a token of 80 #.)
+STRANGE = ["<script>window.hacked=1</script>", "<img src=x onerror=window.hacked=1>", "&amp;&lt;b&gt;", "\"double\"",
+           "'single'", "שלום", "مرحبا", "🦙", "👨‍👩‍👧", "$x_1$", "#" * 80]
+ODD_SETUP = f'''
+import re
+strange = {STRANGE!r}
+text = " ".join(strange)
+pieces = [bytes([b]) for b in range(245)] + [word.encode() for word in strange]
+words = ll.Tokenizer({{piece: n for n, piece in enumerate(pieces)}}, {{}},
+                     pattern="|".join(map(re.escape, strange)) + r"|[\\s\\S]")
+sure = torch.full((256,), -9.0)
+sure[245:] = 9.0
+odd_steps = [plots.Step(word, 0.1, [(other, 0.1) for other in strange]) for word in strange]
+'''
+HOSTILE = {
+    "answer_stepper": "widgets.answer_stepper(text, odd_steps)",
+    "token_explorer": "widgets.token_explorer(text, {word: words for word in strange})",
+    "neighbour_finder": "widgets.neighbour_finder(torch.randn(256, 8), words, text)",
+    "attention_explorer": "widgets.attention_explorer(model, words, text)",
+    "sampling_playground": "widgets.sampling_playground(text, sure, words)",
+    "step_timeline": "widgets.step_timeline({32: 0.1, 256: 0.8}, {32: 0.02, 256: 0.03}, note=text)",
+    "grid_explorer": "widgets.grid_explorer({word: torch.randn(192) for word in strange})",
+}
+BEHIND = 'widgets.sampling_playground("שלום", logits, letters, top_k=12)'
 
 # What a person would call broken, in words, for one widget: its text, its controls, its pictures.
 FAULTS = r"""root => {
@@ -94,20 +131,37 @@ FAULTS = r"""root => {
     return faults }"""
 
 
+@pytest.fixture(scope="module")
+def page(browser, lab):
+    """The page with the notebook, for all tests: a cell for each widget of GALLERY, of HOSTILE, and of `BEHIND`."""
+    with new_page(browser, lab) as page:
+        run_all(page, lab, "gallery", code(SETUP, *GALLERY.values(), ODD_SETUP, *HOSTILE.values(), BEHIND))
+        yield page
+
+
+@pytest.fixture
+def strange(page):
+    """A function from a widget's name to that widget, made of hostile texts."""
+    return lambda name: output(page, len(GALLERY) + 2 + list(HOSTILE).index(name))
+
+
+def resize(page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 1200})
+    page.wait_for_function("""width => {  // JupyterLab lays its panels out some time after
+        const { right } = document.querySelector(".jp-NotebookPanel").getBoundingClientRect();
+        return width - 100 < right && right <= width }""", arg=width)
+
+
 def test_the_gallery_holds_every_widget_of_the_lessons():
     assert list(GALLERY) == [drive.__name__ for lesson in DRIVEN.values() for drive in lesson]
 
 
-def test_every_widget_is_whole_and_readable_at_two_widths_in_two_themes(page, lab):
-    run_all(page, lab, "gallery", code(SETUP, *GALLERY.values()))
+def test_every_widget_is_whole_and_readable_at_two_widths_in_two_themes(page):
     faults = {}
     for theme in ("Light", "Dark"):
         choose_theme(page, f"JupyterLab {theme}")
         for width in (1280, 800):
-            page.set_viewport_size({"width": width, "height": 1200})
-            page.wait_for_function("""width => {  // JupyterLab lays its panels out some time after
-                const { right } = document.querySelector(".jp-NotebookPanel").getBoundingClientRect();
-                return width - 100 < right && right <= width }""", arg=width)
+            resize(page, width)
             for number, name in enumerate(GALLERY, 1):
                 widget = output(page, number)
                 for _ in range(20):  # until the page has been laid out anew
@@ -121,44 +175,16 @@ def test_every_widget_is_whole_and_readable_at_two_widths_in_two_themes(page, la
     assert page.errors == []
 
 
-# Each is one token, so that a token's own text is hostile, too.
-STRANGE = ["<script>window.hacked=1</script>", "<img src=x onerror=window.hacked=1>", "&amp;&lt;b&gt;", "\"double\"",
-           "'single'", "שלום", "مرحبا", "🦙", "👨‍👩‍👧", "$x_1$"]
-ODD_SETUP = SETUP + f'''
-import re
-strange = {STRANGE!r}
-text = " ".join(strange)
-pieces = [bytes([b]) for b in range(246)] + [word.encode() for word in strange]
-words = ll.Tokenizer({{piece: n for n, piece in enumerate(pieces)}}, {{}},
-                     pattern="|".join(map(re.escape, strange)) + r"|[\\s\\S]")
-sure = torch.full((256,), -9.0)
-sure[246:] = 9.0
-odd_steps = [plots.Step(word, 0.1, [(other, 0.1) for other in strange]) for word in strange]
-'''
-HOSTILE = {
-    "answer_stepper": "widgets.answer_stepper(text, odd_steps)",
-    "token_explorer": "widgets.token_explorer(text, {word: words for word in strange})",
-    "neighbour_finder": "widgets.neighbour_finder(torch.randn(256, 8), words, text)",
-    "attention_explorer": "widgets.attention_explorer(model, words, text)",
-    "sampling_playground": "widgets.sampling_playground(text, sure, words)",
-    "step_timeline": "widgets.step_timeline({32: 0.1, 256: 0.8}, {32: 0.02, 256: 0.03}, note=text)",
-    "grid_explorer": "widgets.grid_explorer({word: torch.randn(192) for word in strange})",
-}
-
-
-@pytest.fixture
-def strange(page, lab):
-    """A function from a widget's name to that widget, made of hostile texts."""
-    run_all(page, lab, "hostile", code(ODD_SETUP, *HOSTILE.values()))
-    return lambda name: output(page, list(HOSTILE).index(name) + 1)
-
-
 def options(widget, label: str) -> list[str]:
     """What a menu offers. ipywidgets writes its spaces as spaces that do not break."""
     return [text.replace("\xa0", " ") for text in control(widget, label).locator("option").all_text_contents()]
 
 
+CUT = ".widget-html-content, .widget-html-content *, .readout, .words, .word"  # where a text could be too wide
+
+
 def test_text_of_strangers_is_text_in_every_widget_that_takes_it(page, strange):
+    resize(page, 1280)
     signs = [word.replace(" ", "·") for word in STRANGE]  # a space is shown as a sign
     explorer = strange("token_explorer")
     tokens = [part for word in signs for part in (word, "·")][:-1]
@@ -182,6 +208,12 @@ def test_text_of_strangers_is_text_in_every_widget_that_takes_it(page, strange):
         drawn.add(playground.locator(".widget-html-content b").last.text_content())
         keys(page, strange("answer_stepper"), "token", "ArrowRight")
     assert drawn <= set(signs) and len(drawn) > 2
+    for width in (800, 1280):
+        resize(page, width)
+        for name in HOSTILE:
+            cut = strange(name).locator(CUT).evaluate_all("""all => all.filter(node =>
+                node.clientWidth && node.scrollWidth > node.clientWidth + 1).map(node => node.textContent)""")
+            assert cut == [], f"{name}: a long text is cut off at {width} pixels"
     for name in HOSTILE:
         widget = strange(name)
         assert widget.locator("script").count() == 0
@@ -191,10 +223,9 @@ def test_text_of_strangers_is_text_in_every_widget_that_takes_it(page, strange):
     assert page.errors == []
 
 
-def test_words_behind_right_to_left_text_stay_behind_it(page, lab):
+def test_words_behind_right_to_left_text_stay_behind_it(page):
     """Else a number behind Hebrew is drawn on its left: 'after 21 :שלום tokens'."""
-    run_all(page, lab, "direction", code(SETUP, 'widgets.sampling_playground("שלום", logits, letters, top_k=12)'))
-    line = output(page, 1).locator(".widget-html-content")
+    line = output(page, len(GALLERY) + len(HOSTILE) + 2).locator(".widget-html-content")
     assert line.text_content().replace("\u200e", "").startswith("after שלום: 12 tokens can come")
     right, left = line.evaluate("""node => {
         const range = document.createRange(), behind = node.querySelector("b").nextSibling;

@@ -84,6 +84,38 @@ def test_values_are_like_the_keys_and_as_many_as_announced(kind):
 
 
 @every_kind
+def test_what_is_no_layer_no_key_and_no_list_of_counts_is_refused(kind):
+    cache, c = kind(16), MODEL.config
+    k = torch.ones(1, c.kv_heads, 2, c.head_dim)
+    for layer in (-1, "a", None, 0.0, True):
+        with pytest.raises(ValueError, match=f"layer must be a whole number of at least 0, not {layer!r}"):
+            cache.update(layer, k, k)
+    with pytest.raises(ValueError, match="for layer 3 do not fit this cache of 3 layers"):
+        cache.update(3, k, k)
+    for pair in ((k.tolist(), k), (k, k.tolist()), (k[0], k[0]), (None, None)):
+        with pytest.raises(ValueError, match=r"k and v must be tensors \[batch, kv_heads, n, head_dim\], not"):
+            cache.update(0, *pair)
+    for new in (None, 2, "2", 1.5):
+        with pytest.raises(ValueError, match=f"new tokens of each row in a list, not {new!r}"):
+            cache.reserve(new)
+    same_logits(MODEL(PROMPT, cache)[-1], right(MODEL, PROMPT))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not paged_by_4], ids=lambda kind: kind.__name__)
+def test_far_too_many_rows_are_refused_with_the_bytes_that_they_would_take(kind):
+    each = 2 * 3 * 3 * 4 * 64 * 4  # keys and values, 3 layers, 3 heads of 4 numbers, 64 tokens, 4 bytes a number
+    with pytest.raises(ValueError, match=f"not 1,000,000,000,000: {each:,} bytes each .* {each * 10**12:,} bytes"):
+        kind(64, 10**12)
+
+
+def test_memory_that_is_not_there_is_named_in_bytes():
+    each = 3 * 3 * 4 * 16 * 4  # 3 layers, 3 heads of 4 numbers, 16 tokens, 4 bytes a number
+    for blocks in (10**15, 10**30):
+        with pytest.raises(MemoryError, match=f"no memory for {each * (blocks + 1):,} bytes on cpu, {each:,} for each"):
+            ll.Engine(MODEL, kv_blocks=blocks)
+
+
+@every_kind
 def test_a_refused_call_leaves_no_announcement_and_no_blocks_behind(kind):
     model, other, cache = MODEL, tiny_model(1), kind(32)
     logits = ll.prefill(model, PROMPT, cache)
@@ -109,7 +141,7 @@ def test_a_refused_prefill_takes_no_block():
         assert pool.free_blocks == 8
 
 
-@pytest.mark.parametrize("cache", [None, 5, [], ll.KVCache])
+@pytest.mark.parametrize("cache", [None, 5, [], {}, ll.KVCache])
 def test_what_is_no_cache(cache):
     model = tiny_model()
     for call in (lambda: ll.prefill(model, PROMPT, cache), lambda: ll.decode(model, 1, cache)):
@@ -118,6 +150,8 @@ def test_what_is_no_cache(cache):
     if cache is not None:
         with pytest.raises(ValueError, match=r"made with model\.new_cache\(capacity\)"):
             ll.generate(model, PROMPT, cache=cache)
+        with pytest.raises(ValueError, match=r"made with model\.new_cache\(capacity\)"):
+            model(PROMPT, cache)
 
 
 @every_kind

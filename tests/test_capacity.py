@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import SHAPE, as_transformers, random_ids, tiny_model
 from tiny import one_thread as one_thread
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,8 +25,8 @@ PUBLISHED = {"smollm2-135m": 134_515_008, "llama-3.2-1b": 1_235_814_400, "qwen3-
              "llama-3-8b": 8_030_261_248, "llama-2-13b": 13_015_864_320, "llama-3-70b": 70_553_706_496}
 
 
-def on_no_device(shape, name):
-    """transformers' own model of this shape on the meta device: all of its structure, none of its memory."""
+def without_memory(shape, name):
+    """transformers' own model of this shape, to be made and run in a FakeTensorMode: structure, and no numbers."""
     import transformers
 
     family = "Qwen3" if name.startswith("qwen3") else "Llama"
@@ -33,8 +34,7 @@ def on_no_device(shape, name):
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied, attn_implementation="eager")
-    with torch.device("meta"):
-        return getattr(transformers, f"{family}ForCausalLM")(config)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def counted(fn):
@@ -52,7 +52,8 @@ def counted(fn):
 def test_parameters_of_published_models(name):
     qk_norms = 2 * 36 * 128 if name == "qwen3-4b" else 0  # Qwen3 also norms queries and keys; a Shape does not
     assert SHAPES[name].parameters + qk_norms == PUBLISHED[name]
-    assert on_no_device(SHAPES[name], name).num_parameters() == PUBLISHED[name]
+    with FakeTensorMode():
+        assert without_memory(SHAPES[name], name).num_parameters() == PUBLISHED[name]
 
 
 def test_every_shape_of_the_catalogue_has_a_published_count():
@@ -145,9 +146,11 @@ def test_a_batch_of_three_costs_three_times_as_much():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_flops_of_published_models(name):
-    model, T = on_no_device(SHAPES[name], name), 16
-    ids, mask = torch.zeros(1, T, dtype=torch.long, device="meta"), torch.zeros(1, 1, T, T, device="meta")
-    flops = counted(lambda: model(ids, attention_mask=mask, use_cache=False))
+    T = 16
+    with FakeTensorMode():
+        model = without_memory(SHAPES[name], name)
+        ids, mask = torch.zeros(1, T, dtype=torch.long), torch.zeros(1, 1, T, T)
+        flops = counted(lambda: model(ids, attention_mask=mask, use_cache=False))
     assert flops == SHAPES[name].prefill_flops(T, all_logits=True, causal=False)
 
 

@@ -54,6 +54,7 @@ def test_any_text_can_be_drawn_without_a_warning(text, recwarn):
 def test_labels_show_spaces_line_breaks_and_what_the_font_lacks():
     assert style.visible(" a\n\tb") == "·a⏎⇥b"
     assert style.visible("é") == "é"
+    assert style.visible("#" * 80) == "#" * 39 + "…" and style.visible("#" * 40) == "#" * 40
     assert style.visible("你") == "⟨U+4F60⟩"
 
 

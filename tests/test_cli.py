@@ -129,7 +129,7 @@ def test_interrupting_an_answer_still_tells_the_times():
         process.kill()
     assert process.returncode == 130
     assert len(begun) == 20 and b"Traceback" not in errors and errors.strip() == b"stopped"
-    assert TIMES.search(rest.decode())["reason"] == "interrupted"
+    assert TIMES.search(rest.decode())["reason"] == "cancelled"
 
 
 def test_a_terminal_without_the_characters_of_the_answer_shows_question_marks():

@@ -1,6 +1,9 @@
 """The matrices: right whatever way they are multiplied."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,3 +83,11 @@ def test_gradients_flow_through_every_way(monkeypatch):
         weight = torch.arange(6.0).reshape(2, 3).to(dtype)
         product(x, weight).sum().backward()
         assert x.grad[0].tolist() == [3.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("given, found", [(None, "128"), ("7", "7")])
+def test_onednn_is_told_to_keep_fewer_shapes_unless_the_user_says_otherwise(given, found):
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    environment = {key: value for key, value in os.environ.items() if key != name} | ({name: given} if given else {})
+    command = [sys.executable, "-c", f"import os, llm_lessons; print(os.environ['{name}'])"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip() == found

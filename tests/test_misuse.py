@@ -32,15 +32,49 @@ def test_a_token_that_is_none_is_refused_before_it_is_handed_out(token):
         ll.decode(MODEL, token, MODEL.new_cache(4))
 
 
-@pytest.mark.parametrize("stop", [torch.tensor([ANSWER[2]]), np.array([ANSWER[2]]), ANSWER[2], {ANSWER[2]}])
+@pytest.mark.parametrize("stop", [torch.tensor([ANSWER[2]]), np.array([ANSWER[2]]), ANSWER[2], {ANSWER[2]},
+                                  np.int64(ANSWER[2]), torch.tensor(ANSWER[2])])
 def test_stop_ids_may_come_in_any_form(stop):
     assert list(ll.generate(MODEL, PROMPT, 8, stop_ids=stop)) == ANSWER[:ANSWER.index(ANSWER[2])]
+    assert list(ll.generate(MODEL, PROMPT, 8, stop_ids=None)) == ANSWER
 
 
-@pytest.mark.parametrize("stop", ["72", ["72"], [None], [1.5], [-1]])
+@pytest.mark.parametrize("stop", ["72", ["72"], [None], [1.5], [-1], 2.0, "a", "", b"ab", [[1, 2]],
+                                  torch.tensor([[1, 2]]), torch.tensor(1.0)], ids=repr)
 def test_stop_ids_that_could_never_stop_are_refused(stop):
-    with pytest.raises(ValueError, match="a stop id"):
+    with pytest.raises(ValueError, match="a stop id must be a whole number of at least 0, not "):
         ll.generate(MODEL, PROMPT, 8, stop_ids=stop)
+
+
+def test_a_samplers_settings_cannot_be_changed_into_nonsense():
+    sampler = ll.Sampler(temperature=1.0, seed=3)
+    with pytest.raises(AttributeError, match="temperature"):
+        sampler.temperature = -1
+    assert sampler.temperature == sampler.restarted().temperature == 1.0
+
+
+@pytest.mark.parametrize("error, reason", [(ZeroDivisionError, "error"), (KeyboardInterrupt, "cancelled")])
+def test_an_answer_that_breaks_off_says_how_it_ended(error, reason):
+    def sampler(logits, history):
+        if len(history) == len(PROMPT) + 2:
+            raise error
+        return int(logits.argmax())
+
+    generation = ll.generate(MODEL, PROMPT, 8, sampler)
+    with pytest.raises(error):
+        list(generation)
+    assert (generation.finish_reason, generation.tokens) == (reason, ANSWER[:2])
+    assert list(generation) == [] and generation.finish_reason == reason
+
+
+@pytest.mark.parametrize("written", [0, 3, 8])
+def test_a_closed_answer_is_cancelled_unless_it_had_ended(written):
+    generation = ll.generate(MODEL, PROMPT, 8)
+    assert [next(generation) for _ in range(written)] == ANSWER[:written]
+    if written == 8:
+        assert list(generation) == []
+    generation.close()
+    assert generation.finish_reason == ("length" if written == 8 else "cancelled") and list(generation) == []
 
 
 @pytest.mark.parametrize("sampler", [ll.Sampler, 3, "greedy"])
@@ -127,7 +161,34 @@ def test_numbers_of_numpy_are_welcome():
     assert list(ll.generate(MODEL, np.array(PROMPT), np.int64(8))) == ANSWER
 
 
-# --- Text, models, devices --------------------------------------------------------------------------------------------
+# --- Ids and models ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ids, words", [
+    ([[1, 2], [3]], "rows of ids differ in length: pad on the right and give lengths="),
+    ([2**70], "outside this model's vocabulary, 0 to 96"), ([[1], [-2**64]], "outside this model's vocabulary"),
+    (torch.tensor([1, 2]).to_sparse(), "sparse"), (torch.ones(2, dtype=torch.long, device="meta"), "meta")])
+def test_ids_that_are_no_ordinary_tensor_are_refused_in_words_that_help(ids, words):
+    for call in (MODEL, lambda ids: ll.generate(MODEL, ids), ll.Engine(MODEL).submit):
+        with pytest.raises(ValueError, match=words):
+            call(ids)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: ll.generate(PROMPT, MODEL), lambda: ll.prefill(None, PROMPT, MODEL.new_cache(9)), lambda: ll.Engine("m"),
+    lambda: ll.decode([1], 1, MODEL.new_cache(9)), lambda: ll.Engine(ll.Model)])
+def test_what_is_no_model_is_called_so(call):
+    with pytest.raises(ValueError, match="model must be a model such as ll.load_pretrained.. gives, not "):
+        call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8, None, torch.bool])
+def test_weights_are_floating_point(dtype):
+    for make in (ll.Model, lambda config, dtype: ll.Model.random(config, dtype=dtype)):
+        with pytest.raises(ValueError, match="dtype must be a floating-point type such as torch.float32, not "):
+            make(MODEL.config, dtype)
+
+
+# --- Text, devices --------------------------------------------------------------------------------------------
 
 WHOLE = ll.Tokenizer({bytes([b]): b for b in range(256)}, {"<s>": 256}, chat_template="{{messages[0]['content']}}")
 
@@ -159,11 +220,13 @@ def test_a_pattern_that_loses_text_and_a_size_that_is_not_whole_are_refused():
             ll.BPETokenizer.train("ab", size)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", 3.5])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", 3.5])
 def test_a_device_that_is_not_here_is_refused_before_anything_is_read(device):
     threads = torch.get_num_threads()
-    with pytest.raises(ValueError, match="is not here"):
-        ll.load_pretrained("/nowhere", device=device)
+    for call in (lambda: ll.load_pretrained("/nowhere", device=device),
+                 lambda: ll.Model.random(MODEL.config, device=device)):
+        with pytest.raises(ValueError, match="is not here"):
+            call()
     assert torch.get_num_threads() == threads
 
 
@@ -174,7 +237,7 @@ def test_a_model_that_is_not_there_is_a_clear_error(name):
 
 
 @pytest.mark.parametrize("change", [{"norm_eps": 0.0}, {"norm_eps": None}, {"rope_base": "x"}, {"heads": 0},
-                                    {"layers": 1.5}])
+                                    {"layers": 1.5}, {"rope_base": True}, {"tied": "false"}, {"tied": 1}])
 def test_a_configuration_that_cannot_run_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         ll.ModelConfig(**SHAPE | change)

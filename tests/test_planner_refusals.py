@@ -100,6 +100,8 @@ def test_a_device_has_a_name_and_a_source(text):
 def test_several_is_a_whole_number(count):
     with pytest.raises(ValueError, match=f"count must be a whole number of at least 1, not {count!r}"):
         L4.several(count)
+    with pytest.raises(ValueError, match=f"count must be a whole number of at least 1, not {count!r}"):
+        Device(**FIGURES, count=count)
 
 
 def test_measured_takes_a_roofline():

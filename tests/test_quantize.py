@@ -212,6 +212,18 @@ def test_codes_that_do_not_fit_and_bytes_that_are_not_theirs_are_refused():
     for codes in (torch.tensor([-7, 7]), torch.tensor([16]), torch.tensor([[float("nan")]])):
         with pytest.raises(ValueError, match="codes of 4 bits are whole numbers from 0 to 15.*add 8"):
             pack(codes, 4)
+    for codes in (torch.tensor([[1.5, 2.9]]), torch.tensor([1, 15.5])):
+        with pytest.raises(ValueError, match="codes of 4 bits are whole numbers from 0 to 15, not from 1"):
+            pack(codes, 4)
+    for codes in ([1, 2], torch.tensor(3), torch.ones(2, dtype=torch.complex64), None):
+        with pytest.raises(ValueError, match="codes must be a tensor"):
+            pack(codes, 4)
+    for packed in (torch.zeros(3, 2), torch.ones(3, 2).to(torch.int8), torch.tensor(3, dtype=torch.uint8), [[1, 2]]):
+        with pytest.raises(ValueError, match="packed must be a tensor .* of torch.uint8"):
+            unpack(packed, 4, 4)
+    for columns in (-1, 2.0, "4", None):
+        with pytest.raises(ValueError, match=f"columns must be a whole number of at least 0, not {columns!r}"):
+            unpack(torch.zeros(3, 0, dtype=torch.uint8), columns, 4)
     for columns in (2, 5):
         with pytest.raises(ValueError, match=f"{columns} codes of 4 bits fill {(columns + 1) // 2} bytes, not 2"):
             unpack(torch.zeros(3, 2, dtype=torch.uint8), columns, 4)
@@ -259,6 +271,9 @@ def test_numbers_without_a_place_on_any_grid_are_refused(bad):
 def test_what_is_no_tensor_of_numbers_is_refused(weight, what):
     with pytest.raises(ValueError, match=f"takes a tensor .* of floating-point numbers, not {what}"):
         quantize(weight)
+    for symmetric in ("no", None, 1):
+        with pytest.raises(ValueError, match=f"symmetric must be True or False, not {symmetric!r}"):
+            quantize(torch.ones(2, 2), symmetric=symmetric)
 
 
 @pytest.mark.parametrize("bits", [1, 0, -4, 9, 16, "4", 4.0, True, None])

@@ -1,5 +1,8 @@
 """A request: how its answer ends, streaming and cancelling, and what goes wrong for itself alone."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from cache_kinds import MODEL, X, Y, fail_in_layer
@@ -76,7 +79,7 @@ def test_the_text_of_the_real_tokenizer(smollm2):
 
 def test_iterating_steps_the_engine_and_writes_the_other_answers_too():
     engine = new_engine()
-    first, second = engine.submit(X, 5), engine.submit(Y, 9)
+    first, second = engine.submit(X, 5, stop_ids=None, stop_strings=None), engine.submit(Y, 9)
     seen = [(token, len(first.tokens), len(second.tokens)) for token in first]
     assert seen == [(token, n, n) for n, token in enumerate(alone(X, 5), start=1)]
     iterator = iter(second)
@@ -114,6 +117,22 @@ def test_a_sampler_may_cancel_its_own_request_and_others():
     engine.run()
     assert [r.finish_reason for r in requests] == ["cancelled", "length", "cancelled", "length"]
     assert [r.tokens for r in requests] == [alone(X, n) for n in (2, 5, 2, 5)] and all_free(engine)
+
+
+def test_several_threads_share_an_engine():
+    prompts = [[random_ids(3 + 2 * n, seed=3 * thread + n) for n in range(3)] for thread in range(3)]
+    engine, interval = new_engine(blocks=12, max_batch=4, token_budget=6), sys.getswitchinterval()
+
+    def serve(mine):
+        return [list(request) for request in [engine.submit(prompt, 6) for prompt in mine]]
+
+    sys.setswitchinterval(1e-5)  # so that threads get into each other's way, if they can
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            answers = list(threads.map(serve, prompts))
+    finally:
+        sys.setswitchinterval(interval)
+    assert answers == [[alone(prompt, 6) for prompt in mine] for mine in prompts] and all_free(engine)
 
 
 # --- What goes wrong ------------------------------------------------------------------------------------------------
@@ -201,6 +220,7 @@ def test_an_engine_that_makes_no_sense_is_refused(settings, message):
     (dict(ids=[]), "at least one token"), (dict(ids=[X, Y]), r"one prompt.*\[2, 8\]"), (dict(ids=[97]), "97 .*0 to 96"),
     (dict(ids="text"), "whole numbers"), (dict(max_new_tokens=0), "max_new_tokens .*0"), (dict(stop_ids=["x"]), "'x'"),
     (dict(sampler=ll.Sampler), "a sampler is a function"), (dict(sampler=5), "a sampler is a function .*5"),
+    (dict(stop_ids=2.0), "a stop id .*2.0"), (dict(stop_strings=5), "texts .*5"), (dict(stop_strings=[5]), "texts .*5"),
     (dict(stop_strings=["a"]), "tokenizer"), (dict(stop_strings=["a", ""]), "not empty"),
     (dict(tenant=("a", 1)), "a tenant is a name")])
 def test_a_request_that_makes_no_sense_is_refused_and_not_queued(settings, message):

@@ -29,6 +29,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock.read)
+    monkeypatch.setattr(timing, "check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: clock.events.append(f"wait for {device}"))
     monkeypatch.setattr(torch.mps, "synchronize", lambda: clock.events.append("wait for mps"))
     return clock
@@ -63,6 +64,17 @@ def test_median_and_half_the_distance_of_the_quartiles(clock, seconds, median, s
 def test_a_stopwatch_needs_a_run(runs, warmup):
     with pytest.raises(ValueError, match=f"{runs} and {warmup}"):
         ll.stopwatch(lambda: None, runs=runs, warmup=warmup)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "nonsense", None, 5.5])
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(device):
+    ran = []
+    for call in (lambda: ll.stopwatch(lambda: ran.append(1), device),
+                 lambda: list(ll.timed((ran.append(n) for n in range(3)), device)),
+                 lambda: ll.in_turns({"a": lambda: ran.append(1)}, device)):
+        with pytest.raises(ValueError, match="is not here"):
+            call()
+    assert ran == []
 
 
 @pytest.mark.parametrize("median, spread, text", [

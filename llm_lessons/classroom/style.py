@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import platform
+import textwrap
 import threading
 from contextlib import contextmanager
 from functools import lru_cache
@@ -65,9 +66,14 @@ def picture(alt: str, rows: int = 1, columns: int = 1, width: float = 9.0, heigh
         yield figure, figure.subplots(rows, columns, **subplots)
 
 
-def visible(text: str) -> str:
-    """A token's text as a label: spaces and line breaks become signs that can be seen."""
-    return drawable(text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥"))
+def visible(text: str, most: int = 40) -> str:
+    """A token's text as a label: spaces and line breaks become signs that can be seen. Of a long one, the beginning."""
+    return shortened(drawable(text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")), most)
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of a text; the last of them is an ellipsis where something is left out."""
+    return text if len(text) <= most else text[:most - 1] + "…"
 
 
 def drawable(text: str) -> str:
@@ -93,7 +99,7 @@ def short(value: float) -> str:
 
 def footnote(figure: Figure, note: str) -> None:
     """A line under the picture: where its numbers were measured."""
-    figure.supxlabel(note, fontsize=8, color=COLORS["neutral"])
+    figure.supxlabel(textwrap.fill(note, 130), fontsize=8, color=COLORS["neutral"])
 
 
 def log_ticks(axis: Axis, multiples: tuple[int, ...]) -> None:

@@ -87,6 +87,10 @@ def sees_everything(queries, keys):
     return torch.ones(queries, keys).bool()
 
 
+def right_but_floats(queries, keys):
+    return torch.ones(queries, keys).tril(keys - queries)
+
+
 def numbers_to_add(queries, keys):
     return torch.full((queries, keys), -torch.inf).triu(keys - queries + 1)
 
@@ -193,6 +197,7 @@ WRONG = {
         (exp_overflows, "NaN for large scores"),
         (elementwise_product, "raised RuntimeError")],
     "causal_mask": [
+        (right_but_floats, "float32 is not True and False"),
         (top_left, "queries=1, keys=5 your mask starts in the top left corner: the first query stands at position 4"),
         (masks_the_diagonal, "cannot see itself"), (one_too_late, "row 0 attends to a later token"),
         (upside_down, "upside down"), (always_square, r"shape \[1, 5\], not \[5, 5\]"),

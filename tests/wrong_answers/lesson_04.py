@@ -83,6 +83,10 @@ def widens(x, weight, eps=1e-5):
 
 
 # --- swiglu(x, gate, up, down) ---
+def no_gate(x, gate, up, down):
+    return (x @ up.T) @ down.T
+
+
 def silu_on_up(x, gate, up, down):
     return ((x @ gate.T) * F.silu(x @ up.T)) @ down.T
 
@@ -306,7 +310,8 @@ WRONG = {
     "swiglu": [
         (silu_on_up, "silu on up"), (silu_on_the_product, "silu on the product"), (silu_on_both, "silu on both"),
         (no_silu, "silu is missing"), (sigmoid, "sigmoid alone"), (gelu, "gelu"), (relu, "relu"), (added, "multiplies"),
-        (no_up, "up is missing"), (matrix_product, "place by place"), (matrix_product_transposed, "place by place"),
+        (no_up, "up is missing"), (no_gate, "gate is not used"),
+        (matrix_product, "place by place"), (matrix_product_transposed, "place by place"),
          (no_down, "down.* is missing"), (not_transposed, r"\[outputs, inputs\]"),
         (with_the_residual, "added x")],
     "temperature": [

@@ -15,6 +15,10 @@ def forgets_the_2(shape, tokens):
     return flops(shape, tokens) / 2
 
 
+def head_dim_by_division(shape, tokens):
+    return flops({**shape, "head_dim": shape["hidden"] // shape["heads"]}, tokens)
+
+
 def head_for_all_tokens(shape, tokens):
     return flops(shape, tokens, head_tokens=tokens)
 
@@ -226,6 +230,7 @@ def batch_of_chunks(model, ids, cache, chunk):
 
 WRONG = {
     "prefill_flops": [
+        (head_dim_by_division, "need not be hidden / heads"),
         (forgets_the_2, "a weight costs 2 FLOPs for each token"), (head_for_all_tokens, "the head for every token"),
         (no_head, "the head is missing"), (head_in_every_layer, "once behind the layers"),
         (query_heads_for_keys, "k and v have 2 heads here, not 6"),

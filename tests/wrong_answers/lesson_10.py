@@ -94,10 +94,10 @@ def users_in_words(*case):
 
 
 def choose(good, order):
-    def answer(shape, device, context, users, seconds):
+    def answer(shape, device, context, users, seconds, share):
         plans = {(count, w, kv): plan(shape, device.several(count), w, kv, context=context, users=users)
                  for count in (1, 2, 4, 8) for w in (16, 8, 4.5) for kv in (16, 8)}
-        return min((c for c, p in plans.items() if good(p, seconds)), key=order, default=None)
+        return min((c for c, p in plans.items() if good(p, seconds * share)), key=order, default=None)
     return answer
 
 
@@ -107,6 +107,14 @@ def will_do(p, seconds):
 
 def cheapest_first(c):
     return c[0], -c[1], -c[2]
+
+
+def forgets_the_share(*case):
+    return choose(will_do, cheapest_first)(*case[:-1], 1)
+
+
+def divides_the_limit_instead(*case):
+    return choose(will_do, cheapest_first)(*case[:-1], 1 / case[-1])
 
 
 def forgets_the_memory(*case):
@@ -149,35 +157,51 @@ def the_smaller_cache(*case):
     return choose(will_do, lambda c: (c[0], -c[1], c[2]))(*case)
 
 
-def never_memory(plan, measured, limit):
-    return "fine" if measured <= limit else "device" if plan.tpot > limit else "program"
+def too_slow(plan, limit, share):
+    return "device" if plan.tpot / share > limit else "program"
 
 
-def measured_first(plan, measured, limit):
+def never_memory(plan, measured, limit, share):
+    return "fine" if measured <= limit else too_slow(plan, limit, share)
+
+
+def measured_first(plan, measured, limit, share):
     if measured <= limit:
         return "fine"
-    return "memory" if not plan.fits else "device" if plan.tpot > limit else "program"
+    return "memory" if not plan.fits else too_slow(plan, limit, share)
 
 
-def always_the_program(plan, measured, limit):
+def bound_first(plan, measured, limit, share):
+    if not plan.fits:
+        return "memory"
+    return "device" if plan.tpot / share > limit else "fine" if measured <= limit else "program"
+
+
+def bound_without_the_share(plan, measured, limit, share):
+    return "memory" if not plan.fits else "fine" if measured <= limit else too_slow(plan, limit, 1)
+
+
+def bound_times_the_share(plan, measured, limit, share):
+    return "memory" if not plan.fits else "fine" if measured <= limit else too_slow(plan, limit, 1 / share)
+
+
+def always_the_program(plan, measured, limit, share):
     return "memory" if not plan.fits else "fine" if measured <= limit else "program"
 
 
-def always_the_device(plan, measured, limit):
+def always_the_device(plan, measured, limit, share):
     return "memory" if not plan.fits else "fine" if measured <= limit else "device"
 
 
-def slower_than_the_plan_is_the_program(plan, measured, limit):
+def slower_than_the_plan_is_the_program(plan, measured, limit, share):
     return "memory" if not plan.fits else "program" if measured > plan.tpot else "fine"
 
 
-def exactly_the_limit_is_too_slow(plan, measured, limit):
-    if not plan.fits:
-        return "memory"
-    return "device" if plan.tpot >= limit else "program" if measured >= limit else "fine"
+def exactly_the_limit_is_too_slow(plan, measured, limit, share):
+    return "memory" if not plan.fits else "fine" if measured < limit else too_slow(plan, limit, share)
 
 
-def says_whether(plan, measured, limit):
+def says_whether(plan, measured, limit, share):
     return plan.fits and measured <= limit
 
 
@@ -193,6 +217,8 @@ WRONG = {
         (gigabytes_for_bytes_below_0, r"10\^9 of them"),
         (forgets_the_context, "has a context of many"), (users_in_words, "not 'nine'")],
     "cheapest": [
+        (forgets_the_share, "Divide the bound by the share"),
+        (divides_the_limit_instead, "Divide the bound by the share"),
         (forgets_the_memory, "does not fit: .* GB are missing"), (forgets_the_time, "too slow: at least"),
         (takes_milliseconds, "returns nothing"), (fewest_bits, "Take no fewer bits"),
         (most_bits_before_fewest_devices, "fewer devices will do"),
@@ -202,7 +228,9 @@ WRONG = {
         (the_count_alone, r"return \(count, weight bits, cache bits\)")],
     "diagnose": [
         (never_memory, "will run out of memory"), (measured_first, "it is 'memory'"),
-        (always_the_program, "one token a step"), (always_the_device, "lost between the two"),
+        (always_the_program, "a better one is no help"), (always_the_device, "it loses the time"),
+        (bound_first, "it is 'fine'"), (bound_without_the_share, "it is 'device'"),
+        (bound_times_the_share, "it is 'device'"),
         (slower_than_the_plan_is_the_program, "it is 'fine'"), (exactly_the_limit_is_too_slow, "it is 'fine'"),
         (says_whether, "return one of")],
 }

@@ -173,6 +173,7 @@ def swiglu(answer: Callable) -> None:
         "you used relu; this model uses silu": F.linear(F.relu(g) * u, down),
         "you added gate and up; gate *multiplies* up": F.linear(F.silu(g) + u, down),
         "up is missing: silu(gate) decides how much of up passes": F.linear(F.silu(g), down),
+        "gate is not used: silu(gate) decides how much of up passes": F.linear(u, down),
         "you added x to the result; that is the block's task, not this part's": want + x,
     })
 

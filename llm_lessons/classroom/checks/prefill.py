@@ -9,7 +9,7 @@ from ...kv_cache import KVCache
 from ...model import Model, ModelConfig
 from .core import Wrong, as_tensor, compare, exercise
 
-SMALL = {"layers": 2, "hidden": 14, "heads": 6, "kv_heads": 2, "head_dim": 2, "ffn": 17, "vocab": 50}
+SMALL = {"layers": 2, "hidden": 26, "heads": 6, "kv_heads": 2, "head_dim": 2, "ffn": 17, "vocab": 50}
 SMOLLM2 = {name: getattr(SHAPES["smollm2-135m"], name) for name in SMALL}
 
 
@@ -45,6 +45,8 @@ def prefill_flops(answer) -> None:
             f"k and v have {G} heads here, not {H}: heads share them (grouped-query attention)":
                 _flops(shape, T, kv=H),
             "k and v are two matrices; one of them is missing": _flops(shape, T, kv=G / 2),
+            f"a head has head_dim = {shape['head_dim']} numbers, which need not be hidden / heads":
+                _flops({**shape, "head_dim": C // H}, T),
             "the output matrix of attention is missing": _flops(shape, T, output=0),
             "the feed-forward part has three matrices (gate, up, down); you counted two":
                 _flops(shape, T, ffn=2),

@@ -84,28 +84,30 @@ def _number(got, asked: str) -> float:
 # --- The cheapest plan ------------------------------------------------------------------------------------------------
 
 COUNTS, WEIGHT_BITS, KV_BITS = (1, 2, 4, 8), (16, 8, 4.5), (16, 8)
-SCENARIOS = (  # model, device, context, users, the longest time per token, in seconds
-    ("llama-3-8b", "l4", 4096, 8, 0.1), ("llama-3-8b", "l4", 4096, 8, 0.045), ("llama-3-8b", "l4", 8192, 32, 0.2),
-    ("llama-3-70b", "h100-sxm", 8192, 32, 0.02), ("llama-3-70b", "h100-sxm", 8192, 32, 0.009))
+SCENARIOS = (  # model, device, context, users, the longest time per token, in seconds, and the plan's share of it
+    ("llama-3-8b", "l4", 4096, 8, 0.1, 0.8), ("llama-3-8b", "l4", 4096, 8, 0.09, 0.5),
+    ("llama-3-8b", "l4", 8192, 32, 0.3, 0.6),
+    ("llama-3-70b", "h100-sxm", 8192, 32, 0.04, 0.5), ("llama-3-70b", "h100-sxm", 8192, 32, 0.015, 0.6))
 
 
 @exercise
 def cheapest(answer: Callable) -> None:
-    """`answer(shape, device, context, users, seconds)` -> (count, weight bits, cache bits)."""
-    for name, kind, context, users, seconds in SCENARIOS:
+    """`answer(shape, device, context, users, seconds, share)` -> (count, weight bits, cache bits)."""
+    for name, kind, context, users, seconds, share in SCENARIOS:
         shape, device = SHAPES[name], DEVICES[kind]
         plans = {(count, w, kv): plan(shape, device.several(count), w, kv, context=context, users=users)
                  for count in COUNTS for w in WEIGHT_BITS for kv in KV_BITS}
-        will_do = [choice for choice, p in plans.items() if p.fits and p.tpot <= seconds]
+        will_do = [choice for choice, p in plans.items() if p.fits and p.tpot / share <= seconds]
         right = min(will_do, key=lambda choice: (choice[0], -choice[1], -choice[2]))
-        asked = f"for {name} on {kind}, {users} users of {context:,} tokens, at most {1e3 * seconds:g} ms a token: "
+        asked = (f"for {name} on {kind}, {users} users of {context:,} tokens, at most {1e3 * seconds:g} ms a token, "
+                 f"share {share}: ")
         try:
-            got = answer(shape, device, context, users, seconds)
+            got = answer(shape, device, context, users, seconds, share)
         except Wrong as wrong:
             if "returned None" not in str(wrong):
                 raise
-            raise Wrong(f"{asked}your function returns nothing. {right} will do: it fits, and takes at least "
-                        f"{1e3 * plans[right].tpot:.1f} ms") from None
+            raise Wrong(f"{asked}your function returns nothing. {right} will do: it fits, and takes "
+                        f"{_corrected(plans[right], share)}") from None
         got = got.tolist() if hasattr(got, "tolist") else got  # an array or a tensor
         got = tuple(got) if isinstance(got, (list, tuple)) else got
         if got == right:
@@ -113,7 +115,7 @@ def cheapest(answer: Callable) -> None:
         if not isinstance(got, tuple) or got not in list(plans):
             raise Wrong(f"{asked}return (count, weight bits, cache bits), each from its list, not {got!r:.60}")
         if got not in will_do:
-            raise Wrong(f"{asked}you choose {got}, but {_fault(plans[got], seconds)}")
+            raise Wrong(f"{asked}you choose {got}, but {_fault(plans[got], seconds, share)}")
         if got[0] > right[0]:
             raise Wrong(f"{asked}you choose {got}, but fewer devices will do: {right}. You pay for "
                         f"devices, so they come first")
@@ -124,10 +126,15 @@ def cheapest(answer: Callable) -> None:
                     f"bits than you need")
 
 
-def _fault(p: Plan, seconds: float) -> str:
+def _fault(p: Plan, seconds: float, share: float) -> str:
     if not p.fits:
         return f"that does not fit: {-p.free / 1e9:.1f} GB are missing"
-    return f"that is too slow: at least {1e3 * p.tpot:.1f} ms a token, {1e3 * seconds:g} are allowed"
+    return (f"that is too slow: {_corrected(p, share)}, and {1e3 * seconds:g} are allowed"
+            + (". Divide the bound by the share" if p.tpot <= seconds else ""))
+
+
+def _corrected(p: Plan, share: float) -> str:
+    return f"at least {1e3 * p.tpot:.1f} ms a token, with the share {1e3 * p.tpot / share:.1f}"
 
 
 # --- The plan, or the program? ----------------------------------------------------------------------------------------
@@ -137,34 +144,36 @@ SMALL = Device(name="a small GPU", memory=24 * 10**9, bytes_per_second=300e9, fl
                source="the exercise")
 
 
-def _deployments() -> list[tuple[Plan, float, float, str]]:
-    """(plan, measured seconds a token, the longest allowed, verdict): the plan's least time is 52 or 64 ms, or 279."""
+def _deployments() -> list[tuple[Plan, float, float, float, str]]:
+    """(plan, measured seconds a token, the longest allowed, share, verdict): the bounds are 52 and 64 ms, or 279."""
     shape = SHAPES["llama-3-8b"]
     one, eight, many = (plan(shape, SMALL, context=context, users=users)
                         for context, users in ((4096, 1), (4096, 8), (8192, 64)))
-    return [(eight, 0.080, 0.100, "fine"), (eight, 0.150, 0.100, "program"), (eight, 0.080, 0.050, "device"),
-            (many, 0.900, 0.500, "memory"), (many, 0.400, 0.500, "memory"), (many, 0.900, 0.200, "memory"),
-            (one, 0.150, 0.100, "program"), (one, 0.056, 0.030, "device"), (one, 0.080, 0.080, "fine")]
+    return [(eight, 0.090, 0.100, 0.8, "fine"), (eight, 0.150, 0.100, 0.8, "program"),
+            (eight, 0.150, 0.100, 0.5, "device"), (eight, 0.080, 0.050, 0.8, "device"),
+            (many, 0.900, 0.500, 0.8, "memory"), (many, 0.400, 0.500, 0.8, "memory"),
+            (many, 0.900, 0.200, 0.8, "memory"), (one, 0.150, 0.100, 0.7, "program"),
+            (one, 0.056, 0.030, 0.9, "device"), (one, 0.080, 0.080, 0.5, "fine")]
 
 
 @exercise
 def diagnose(answer: Callable) -> None:
-    """`answer(plan, measured, limit)` -> "memory", "device", "program" or "fine"; both times in seconds a token."""
+    """`answer(plan, measured, limit, share)` -> "memory", "device", "program" or "fine"; times in seconds a token."""
     why = {"memory": "the plan does not fit: whatever the times are, it will run out of memory",
-           "device": "the plan itself takes longer than allowed, so no program that makes one token a step can do it",
-           "program": "the plan is within the limit and the measurement is not: the time is lost between the two",
+           "device": "a program that reaches the share takes longer than allowed, too, so a better one is no help",
+           "program": "a program that reaches the share is within the limit, and this one is not: it loses the time",
            "fine": "it fits, and what was measured is within the limit"}
-    for p, measured, limit, right in _deployments():
+    for p, measured, limit, share, right in _deployments():
         users = f"{p.users} {'user' if p.users == 1 else 'users'}"
         try:
-            got = answer(p, measured, limit)
+            got = answer(p, measured, limit, share)
         except Wrong as wrong:  # a plan in words has many lines
             raise Wrong(str(wrong).replace(show([p]), f"a plan of {users}")) from None
         if isinstance(got, str) and got == right:
             continue
         asked = (f"for a plan of {users} that "
-                 f"{'fits' if p.fits else 'does not fit'}, at least {1e3 * p.tpot:.0f} ms a token, {1e3 * measured:.0f}"
-                 f" ms measured and {1e3 * limit:.0f} ms allowed: ")
+                 f"{'fits' if p.fits else 'does not fit'}, at least {1e3 * p.tpot:.0f} ms a token, with the share "
+                 f"{1e3 * p.tpot / share:.0f}, {1e3 * measured:.0f} ms measured and {1e3 * limit:.0f} ms allowed: ")
         if not isinstance(got, str) or got not in VERDICTS:
             raise Wrong(f"{asked}return one of {', '.join(VERDICTS)}, not {got!r:.60}")
         raise Wrong(f"{asked}you say {got!r}, and it is {right!r}: {why[right]}")

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import ScalarFormatter
 from torch import Tensor
 
-from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, visible
+from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, shortened, visible
 
 WEIGHTS = LinearSegmentedColormap.from_list("attention", ["#FFFFFF", COLORS["attention"], "#4A1237"])  # 0, 0.5, 1
 
@@ -127,6 +127,9 @@ def slope(tokens: Sequence[int], seconds: Sequence[float]) -> float:
 def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], layer: int, head: int,
                   token: int) -> Picture:
     """The attention explorer standing still: thumbnails [layers, heads, n, n] of bytes, one map [T, T], one token."""
+    def label(at: int) -> str:
+        return shortened(drawable(tokens[at]), 20)
+
     layers, heads, n, _ = thumbnails.shape
     order = weights[token].argsort(descending=True)[:6].tolist()
     looks = [(f"{tokens[at]} ({at})", float(weights[token, at])) for at in order if at <= token]
@@ -150,11 +153,12 @@ def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], la
         left.axhline(token, color=COLORS["neutral"], linewidth=0.8)
         label_axes(left, "token it looks at (position)", "token that looks (position)", f"layer {layer}, head {head}")
         bars = right.barh(range(len(looks)), [w for _, w in looks], color=COLORS["attention"])
-        right.set_yticks(range(len(looks)), [drawable(text) for text, _ in looks], fontfamily="monospace")
+        names = [f"{label(at)} ({at})" for at in order if at <= token]
+        right.set_yticks(range(len(names)), names, fontfamily="monospace")
         right.invert_yaxis()
         right.bar_label(bars, [f" {w:.0%}" for _, w in looks])
         right.set(xlim=(0, 1.15), xticks=[0, 0.5, 1], anchor="N", box_aspect=0.9)
-        label_axes(right, "attention weight", "", f"{drawable(tokens[token])} ({token}) looks at")
+        label_axes(right, "attention weight", "", f"{label(token)} ({token}) looks at")
         for axis in (top, left):
             axis.grid(False)
         for ticks in (left.xaxis, left.yaxis):

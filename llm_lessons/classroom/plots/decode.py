@@ -52,7 +52,7 @@ def step_bytes(contexts: Sequence[int], weights: float, cache: Sequence[float], 
             axis.set_xticks(places, [f"{n:,}" for n in contexts])
             axis.grid(False, axis="x")
         label_axes(left, "tokens in the cache", "MB", "one step reads")
-        label_axes(right, "tokens in the cache", "tokens per second", "one step takes (the number is the MBU)")
+        label_axes(right, "tokens in the cache", "tokens per second", "one request gets (the number is the MBU)")
         footnote(figure, note)
     return figure
 

@@ -23,7 +23,8 @@ def engine_speed(yours: dict[str, float], note: str = "") -> Picture:
     others = run.decode(CONTEXT) if run else {}
     panels = [("your engine", yours, COLORS["decode"], note)]
     if others:
-        panels.append(("for comparison, a stored run", others, COLORS["neutral"], f"{run.machine}, {run.date}"))
+        title = "for comparison, a stored run, one request"
+        panels.append((title, others, COLORS["neutral"], f"{run.machine}, {run.date}"))
     alt = ". ".join(f"{title}: " + ", ".join(f"{label} {rate:.1f} tokens/s" for label, rate in bars.items())
                     + (f" ({words})" if words else "") for title, bars, _, words in panels)
     height = 1.3 + 0.42 * len(yours) + (1.1 + 0.42 * len(others) if others else 0)
@@ -40,5 +41,5 @@ def engine_speed(yours: dict[str, float], note: str = "") -> Picture:
             axis.tick_params(labelbottom=True)
             label_axes(axis, drawable(words), "", title)
             axis.xaxis.label.set(fontsize=8, color=COLORS["neutral"])
-        figure.supxlabel(f"tokens per second, one request, behind a text of {CONTEXT} tokens", fontsize=10)
+        figure.supxlabel(f"tokens per second behind a text of {CONTEXT} tokens", fontsize=10)
     return figure

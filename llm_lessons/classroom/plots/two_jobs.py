@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, visible
+from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, shortened, visible
+
+LINE = 100  # characters in the width of `answer_step`
 
 
 def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
@@ -41,8 +43,11 @@ def answer_step(prompt: str, steps: Sequence[Step], at: int = 0) -> Picture:
     written = "".join(s.text for s in steps[:at])
     with picture(f"step {at + 1}: {step.text!r} was written after {written!r}, in {step.seconds * 1e3:.0f} ms", 1, 2,
                  height=3.6, width_ratios=[1, 1.25]) as (figure, (left, right)):
-        before = ("…" if len(written) > 70 else "") + visible(written[-70:])
-        figure.suptitle(f"{drawable(prompt)}\n{before}▌{visible(step.text)}▐", x=0.01, ha="left",
+        before = visible(written, len(drawable(written)))
+        now = f"▌{visible(step.text)}▐"
+        room = LINE - len(now)
+        before = before if len(before) <= room else f"…{before[1 - room:]}"
+        figure.suptitle(f"{shortened(drawable(prompt), LINE)}\n{before}{now}", x=0.01, ha="left",
                         fontfamily="monospace", fontsize=10)
         texts, probabilities = [visible(t) or "∅" for t, _ in step.candidates], [p for _, p in step.candidates]
         bars = left.barh(range(len(texts)), probabilities, color=COLORS["neutral"])

@@ -11,7 +11,7 @@ from ...request import Request
 from ...simulation import CostModel, simulated_engine
 from ...traffic import SCENARIOS, Arrival, arrivals, serve
 from ..plots.batching import request_timeline
-from .core import Interactive, one_at_a_time, one_of, side_by_side
+from .core import Interactive, image_box, one_at_a_time, one_of, side_by_side
 
 # About the seconds that the course's model takes with bfloat16 weights on 2 cores; fixed, so that the picture is the
 # same for everybody, and there at once.
@@ -48,7 +48,7 @@ class Timeline(Interactive):
             name: (ipywidgets.Dropdown if name in ("load", "policy") else ipywidgets.SelectionSlider)(
                 options=choices, value=value, description=names[name], **look)
             for name, (value, choices) in options.items()}
-        self.words, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.words, self.picture = ipywidgets.HTML(), image_box()
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         twin = self._show()

@@ -46,6 +46,17 @@ def side_by_side(*columns: Iterable[ipywidgets.Widget]) -> ipywidgets.HBox:
                            layout=ipywidgets.Layout(flex_flow="row wrap"))
 
 
+def image_box(png: bytes = b"") -> ipywidgets.Image:
+    """A picture in its own size, or as wide as the page where that is less; a box would stretch it otherwise."""
+    room = "calc(100% - 4px)"  # without the margins that ipywidgets gives every widget
+    return ipywidgets.Image(value=png, format="png", layout=ipywidgets.Layout(align_self="flex-start", max_width=room))
+
+
+def breakable(markup: str) -> str:
+    """A line of HTML that may break inside a word: a token can be longer than the page is wide."""
+    return f'<span style="overflow-wrap:anywhere">{markup}</span>'
+
+
 WIDTHS = {"4 (float32)": 4, "2 (bfloat16)": 2, "1 (int8)": 1, "0.5 (int4)": 0.5}  # bytes of a number, as a choice
 
 
@@ -78,7 +89,7 @@ def steps_through(count: int, draw: Callable[[int], Picture], label: str) -> Int
     drawn: dict[int, bytes] = {}
     first = draw(0)
     slider = ipywidgets.IntSlider(value=1, min=1, max=count, description=label, continuous_update=True)
-    image = ipywidgets.Image(value=first.png(), format="png")
+    image = image_box(first.png())
 
     @one_at_a_time
     def show(_) -> None:

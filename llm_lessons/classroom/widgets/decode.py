@@ -9,7 +9,7 @@ import numpy as np
 
 from ..plots.decode import timeline
 from ..style import drawable
-from .core import Interactive, one_at_a_time
+from .core import Interactive, image_box, one_at_a_time
 
 
 def token_seconds(whole: Mapping[int, float], step: Mapping[int, float], prompt: int, new: int,
@@ -44,7 +44,7 @@ class StepTimeline(Interactive):
             "new": ipywidgets.IntSlider(value=new, min=2, max=most, description="new tokens", **look)}
         for control in self.controls.values():
             control.observe(self._changed, names="value")
-        self.picture = ipywidgets.Image(format="png")
+        self.picture = image_box()
         twin = self._show()
         super().__init__(ipywidgets.VBox([*self.controls.values(), self.picture]), twin)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plots.embeddings import neighbour_bars, rope_dial
-from .core import Interactive, one_at_a_time, readable
+from .core import Interactive, breakable, image_box, one_at_a_time, readable
 
 COUNT = 8  # neighbours that are shown
 
@@ -65,14 +65,14 @@ def neighbour_finder(table: Tensor, tokenizer, word: str) -> Interactive:
     first, shown, note = draw(word)
     field = ipywidgets.Text(value=word, description="word", continuous_update=False)
     line = ipywidgets.HTML(value=_told(shown, note))
-    image = ipywidgets.Image(value=first.png(), format="png")
+    image = image_box(first.png())
 
     @one_at_a_time
     def show(_) -> None:
         try:
             drawn, shown, note = draw(field.value)
         except ValueError as error:  # nothing typed, or a character that this vocabulary has no bytes for
-            line.value = f"<i>{escape(str(error))}</i>"
+            line.value = breakable(f"<i>{escape(str(error))}</i>")
             image.layout.visibility = "hidden"  # no picture of another word under this message
         else:
             image.value, line.value, image.layout.visibility = drawn.png(), _told(shown, note), "visible"
@@ -82,7 +82,7 @@ def neighbour_finder(table: Tensor, tokenizer, word: str) -> Interactive:
 
 
 def _told(text: str, note: str) -> str:
-    return f"<code>{escape(text if len(text) <= 60 else text[:60] + '…')}</code> is {escape(note)}."
+    return breakable(f"<code>{escape(text if len(text) <= 60 else text[:60] + '…')}</code> is {escape(note)}.")
 
 
 def rope_dials(q: Tensor, k: Tensor, base: float, q_at: int = 3, k_at: int = 1) -> Interactive:
@@ -94,7 +94,7 @@ def rope_dials(q: Tensor, k: Tensor, base: float, q_at: int = 3, k_at: int = 1) 
     sliders = [ipywidgets.IntSlider(value=value, min=0, max=top, description=name, continuous_update=True)
                for name, value, top in (("query at", q_at, 20), ("key at", k_at, 20), ("both plus", 0, 100))]
     line = ipywidgets.HTML(value=escape(first.alt))
-    image = ipywidgets.Image(value=first.png(), format="png")
+    image = image_box(first.png())
 
     @one_at_a_time
     def show(_) -> None:

@@ -8,7 +8,7 @@ import ipywidgets
 
 from ...capacity import SHAPES, Shape
 from ..plots.kv_cache import weights_and_cache
-from .core import WIDTHS, Interactive, one_at_a_time, one_of, side_by_side
+from .core import WIDTHS, Interactive, image_box, one_at_a_time, one_of, side_by_side
 
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Llama-3-8B": "llama-3-8b", "Llama-3-70B": "llama-3-70b"}
 CONTEXTS = [2**power for power in range(8, 18)]
@@ -38,7 +38,7 @@ class CacheGrowth(Interactive):
             shown = [(f"{option:,}", option) for option in options] if name in ("context", "users") else options
             self.controls[name] = kind(options=shown, value=value, description=names[name],
                                        style={"description_width": "120px"})
-        self.words, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.words, self.picture = ipywidgets.HTML(), image_box()
         twin = self._show()
         for control in self.controls.values():
             control.observe(self._changed, names="value")

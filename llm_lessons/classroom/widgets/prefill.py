@@ -11,7 +11,7 @@ from ...capacity import SHAPES, ridge_point, roofline_time
 from ...timing import Roofline
 from ..plots.prefill import roofline
 from ..style import Picture, short
-from .core import WIDTHS, Interactive, one_at_a_time, one_of
+from .core import WIDTHS, Interactive, image_box, one_at_a_time, one_of
 
 TOKENS = [2**n for n in range(13)]  # 1 to 4096
 BYTES = {"float32": 4, "bfloat16": 2}  # of one activation
@@ -51,7 +51,7 @@ class RooflineExplorer(Interactive):
                                                  description="tokens (log scale)", continuous_update=False, **look),
             "width": ipywidgets.Dropdown(options=list(WIDTHS.items()), value=width, description="bytes per weight",
                                          **look)}
-        self.words, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.words, self.picture = ipywidgets.HTML(), image_box()
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         twin = self._show()

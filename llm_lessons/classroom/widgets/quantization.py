@@ -12,7 +12,7 @@ from ...quality import SCALE_BITS
 from ...quantize import QuantizedTensor, quantize
 from ..plots.quantization import grid_summary, grid_view
 from ..style import Picture
-from .core import Interactive, one_at_a_time, side_by_side
+from .core import Interactive, breakable, image_box, one_at_a_time, side_by_side
 
 GROUPS = (192, 96, 32)
 
@@ -45,7 +45,7 @@ class GridExplorer(Interactive):
             "symmetric": ipywidgets.Dropdown(options=[("symmetric", True), ("asymmetric", False)], description="grid",
                                              **look),
             "kept": ipywidgets.IntSlider(value=100, min=50, max=100, step=5, description="% of largest", **slides)}
-        self.words, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.words, self.picture = ipywidgets.HTML(), image_box()
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         twin = self._show()
@@ -65,7 +65,7 @@ class GridExplorer(Interactive):
                 f"{SCALE_BITS}-bit {'scales' if symmetric else 'scales and minima'}")
         shown = grid_view(values, quantized)
         shown.alt = f"{said}. {shown.alt}"
-        self.words.value, self.picture.value = f"{escape(said)}.", shown.png()
+        self.words.value, self.picture.value = breakable(f"{escape(said)}."), shown.png()
         return shown
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...sampling import Sampler
 from ..plots.next_token import sampler_stages
-from .core import Interactive, one_at_a_time, readable, side_by_side
+from .core import Interactive, breakable, image_box, one_at_a_time, readable, side_by_side
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 HIGHEST = {"temperature": 2, "top_k": 50, "top_p": 1, "min_p": 0.5, "seed": 999_999}
@@ -52,7 +52,7 @@ class SamplingPlayground(Interactive):
         self.draw_one, self.draw_many = (ipywidgets.Button(description=text) for text in ("draw 1", "draw 100"))
         self.draw_one.on_click(lambda _: self.draw(1))
         self.draw_many.on_click(lambda _: self.draw(100))
-        self.picture, self.words = ipywidgets.Image(format="png"), ipywidgets.HTML()
+        self.picture, self.words = image_box(), ipywidgets.HTML()
         self.sampler = self._sampler()
         twin = self._show()
         controls = side_by_side(list(self.controls.values())[:4],
@@ -82,10 +82,10 @@ class SamplingPlayground(Interactive):
 
     def _show(self, news: str = "nothing drawn yet"):
         left = int((self.sampler.stages(self.logits)[-1][1] > 0).sum())
-        # A long prompt can break behind its spaces, and the number stays behind one written from right to left.
+        # A long prompt breaks behind its spaces if it can, and the number stays behind one written from right to left.
         prompt = escape(readable(self.prompt).replace("·", "·\N{ZERO WIDTH SPACE}"))
-        self.words.value = (f"after <b>{prompt}</b>\N{LEFT-TO-RIGHT MARK}: {left:,} "
-                            f"{'token' if left == 1 else 'tokens'} can come; {news}")
+        self.words.value = breakable(f"after <b>{prompt}</b>\N{LEFT-TO-RIGHT MARK}: {left:,} "
+                                     f"{'token' if left == 1 else 'tokens'} can come; {news}")
         shown = sampler_stages(self.sampler, self.logits, self.tokenizer, self.drawn)
         self.picture.value = shown.png()
         return shown

@@ -12,7 +12,7 @@ from ...kv_cache import whole_number
 from ...planner import plan
 from ..plots.sizing import listed, memory_bars, verdict
 from ..style import Picture, short
-from .core import Interactive, one_at_a_time, one_of, side_by_side
+from .core import Interactive, image_box, one_at_a_time, one_of, side_by_side
 
 COUNTS = [1, 2, 4, 8]
 WEIGHT_BITS = {"16 (bfloat16)": 16, "8 (int8)": 8, "4.5 (int4, groups of 32)": 4.5}
@@ -34,7 +34,7 @@ class Planner(Interactive):
             kind = ipywidgets.SelectionSlider if name in ("context", "users") else ipywidgets.Dropdown
             words = {"count": "how many", "weight_bits": "bits per weight", "kv_bits": "bits in the cache"}
             self.controls[name] = kind(options=options, value=start[name], description=words.get(name, name), **look)
-        self.words, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.words, self.picture = ipywidgets.HTML(), image_box()
         twin = self._show()
         for control in self.controls.values():
             control.observe(self._changed, names="value")

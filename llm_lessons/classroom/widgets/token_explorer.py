@@ -13,7 +13,8 @@ from .core import Interactive, one_at_a_time
 MOST_CHARACTERS = 2_000  # of a longer text only the beginning is cut: a page of boxes is as much as one can look at
 ALL = "color:#000;font-family:monospace;text-align:left;line-height:1.25;direction:ltr"
 BOX = ("display:inline-block;margin:2px;padding:2px 5px;border:1px solid #888;border-radius:3px;vertical-align:top;"
-       "text-align:center;max-width:24em;overflow-wrap:anywhere;unicode-bidi:isolate")
+       "text-align:center;box-sizing:border-box;max-width:min(24em,calc(100% - 4px));overflow-wrap:anywhere;"
+       "unicode-bidi:isolate")
 
 
 def token_html(tokenizer, text: str) -> str:
