@@ -14,7 +14,7 @@ from browser_tools import (
     code,
     control,
     drag,
-    in_kernel,
+    held_when_drawn,
     keep_screenshot,
     keys,
     lesson_cells,
@@ -23,7 +23,6 @@ from browser_tools import (
     redrawn,
     run_all,
     shown,
-    shows_picture,
 )
 
 from llm_lessons.classroom import widgets
@@ -306,12 +305,8 @@ def test_the_lesson_runs_and_its_widgets_answer(page, lab, name):
     run_all(page, lab, name, cells + code(ASK))
     places = widgets_of(cells)
     expected = [drive(page, output(page, number)) for (number, _), drive in zip(places, DRIVEN[name])]
-    held = in_kernel(page)
-    pictures = [values.pop("picture", None) for values in held]
-    assert expected and held == expected
-    for (number, called), picture in zip(places, pictures):
-        widget = output(page, number)
-        if picture:
-            shows_picture(page, widget, picture)  # what the kernel drew last, and not an earlier one
+    shown_widgets = [output(page, number) for number, _ in places]
+    assert expected and held_when_drawn(page, shown_widgets) == expected
+    for widget, (_, called) in zip(shown_widgets, places):
         keep_screenshot(widget, f"{name[:2]}_{called}")
     assert page.errors == []

@@ -70,7 +70,7 @@ def causal_mask(answer) -> None:
             raise Wrong(f"{asked} the mask should hold True and False, not numbers to add to the scores")
         want = torch.ones(queries, keys).tril(keys - queries).double()
         if torch.equal(mask, want):
-            if isinstance(got, torch.Tensor) and got.dtype != torch.bool:
+            if isinstance(got, torch.Tensor) and got.is_floating_point():
                 raise Wrong(f"{asked} the places are right, but {got.dtype} is not True and False: attention would add "
                             f"the numbers to the scores. Make it a comparison, or call .bool()")
             continue
