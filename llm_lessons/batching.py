@@ -138,6 +138,7 @@ class Engine:
             return self._step()
 
     def _step(self) -> Step:
+        synchronize(self.pool.keys.device)  # what a GPU still does for others is no part of this step
         step = Step(self.clock())
         try:
             self._decode(step)
