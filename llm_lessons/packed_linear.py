@@ -212,7 +212,9 @@ def quantize_model(model: Model, bits: int = 8, group_size: int | None = None, s
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
-    return packed_model(model.config, model.device, weight_of)
+    quantized = packed_model(model.config, model.device, weight_of)
+    return_freed_memory()
+    return quantized
 
 
 def packed_model(config: ModelConfig, device: torch.device,
@@ -231,7 +233,6 @@ def packed_model(config: ModelConfig, device: torch.device,
         elif isinstance(layer, Linear):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, packed_linear(weight_of(name)))
-    return_freed_memory()
     return model
 
 

@@ -186,13 +186,12 @@ class Plan:
         The time that the prompt waits in a queue comes on top, and so does the decode step that shares the device.
         """
         flops = self.shape.prefill_flops(self.context)
-        nbytes = self.shape.streamed_parameters * self.weight_bits / 8 + self.context * float(self._kv_bytes_per_token)
-        return roofline_time(flops, nbytes, self.device.roofline, self.device.dtype)
+        return roofline_time(flops, self._weights_read + self._cache_of_a_user, self.device.roofline, self.device.dtype)
 
     @property
     def tpot(self) -> float:
         """The least time per output token: a decode step for all users, each with `context` tokens in the cache."""
-        return self._step_time(self.context * float(self._kv_bytes_per_token))
+        return self._step_time(self._cache_of_a_user)
 
     @property
     def tokens_per_second(self) -> float:
@@ -205,12 +204,20 @@ class Plan:
         matrices = self._step_time(0)
         if self.tpot - matrices > matrices:
             return "the caches"
-        reading = self.shape.streamed_parameters * self.weight_bits / 8 / self.device.bytes_per_second
+        reading = self._weights_read / self.device.bytes_per_second
         return "arithmetic" if matrices > reading else "the weights"
 
+    @property
+    def _weights_read(self) -> float:
+        return self.shape.streamed_parameters * self.weight_bits / 8
+
+    @property
+    def _cache_of_a_user(self) -> float:
+        return self.context * float(self._kv_bytes_per_token)
+
     def _step_time(self, kv_bytes_per_sequence: float) -> float:
-        device, streamed = self.device, self.shape.streamed_parameters
-        return decode_step_time(self.users, streamed, streamed * self.weight_bits / 8, kv_bytes_per_sequence,
+        device = self.device
+        return decode_step_time(self.users, self.shape.streamed_parameters, self._weights_read, kv_bytes_per_sequence,
                                 device.flops_per_second[device.dtype], device.bytes_per_second)
 
     # --- In words ---------------------------------------------------------------------------------------------------

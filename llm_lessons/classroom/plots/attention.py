@@ -131,8 +131,8 @@ def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], la
         return shortened(drawable(tokens[at]), 20)
 
     layers, heads, n, _ = thumbnails.shape
-    order = weights[token].argsort(descending=True)[:6].tolist()
-    looks = [(f"{tokens[at]} ({at})", float(weights[token, at])) for at in order if at <= token]
+    order = [at for at in weights[token].argsort(descending=True)[:6].tolist() if at <= token]
+    looks = [(f"{tokens[at]} ({at})", float(weights[token, at])) for at in order]
     alt = (f"thumbnails of {layers} x {heads} attention heads; below, layer {layer}, head {head} on {len(tokens)} "
            f"tokens, with {weights[:, 0].mean():.0%} of its weight on the first token; token {token}, "
            f"{tokens[token]}, looks at {looks[0][0]} with {looks[0][1]:.0%}")
@@ -153,7 +153,7 @@ def explorer_view(thumbnails: Tensor, weights: Tensor, tokens: Sequence[str], la
         left.axhline(token, color=COLORS["neutral"], linewidth=0.8)
         label_axes(left, "token it looks at (position)", "token that looks (position)", f"layer {layer}, head {head}")
         bars = right.barh(range(len(looks)), [w for _, w in looks], color=COLORS["attention"])
-        names = [f"{label(at)} ({at})" for at in order if at <= token]
+        names = [f"{label(at)} ({at})" for at in order]
         right.set_yticks(range(len(names)), names, fontfamily="monospace")
         right.invert_yaxis()
         right.bar_label(bars, [f" {w:.0%}" for _, w in looks])
