@@ -10,7 +10,7 @@ from .devices import DEVICES, Device
 from .download import DownloadError, cache_folder
 from .generate import Generation, decode, generate, keep_shared_prefix, prefill
 from .gpt2 import gpt2_ranks, gpt2_tokenizer
-from .kv_cache import Cache, GrowingCache, KVCache, SlidingCache
+from .kv_cache import Cache, GrowingCache, KVCache
 from .model import Model, ModelConfig
 from .packed_linear import Int4Linear, Int8Linear, PackedLinear, quantize_model
 from .paged_cache import BlockPool, BlockTable, PagedCache
@@ -35,6 +35,7 @@ from .quantized_cache import QuantizedCache
 from .request import Request
 from .sampling import Sampler
 from .simulation import CostModel, RooflineCost, simulated_engine
+from .sliding_cache import SlidingCache
 from .timing import (
     Roofline,
     Timing,
@@ -48,7 +49,7 @@ from .timing import (
     timed,
 )
 from .tokenizer import Tokenizer, stream_text
-from .trace import Trace, trace
+from .trace import Trace, operations, trace
 from .traffic import SCENARIOS, Arrival, Report, Scenario, arrivals, serve
 from .training import training_flops, training_memory
 

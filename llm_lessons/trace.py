@@ -1,13 +1,20 @@
-"""Look inside a forward pass: the residual stream after every layer, and attention maps of any layer."""
+"""Look inside a forward pass: the residual stream, attention maps of any layer, and the operations it is made of."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .model import Model, check_ids, rope_table
+
+# Operations that touch no number: they describe memory that is already there anew.
+VIEWS = frozenset("alias chunk detach detach_ expand reshape select slice split split_with_sizes t transpose unbind "
+                  "unflatten unsqueeze squeeze view _unsafe_view permute".split())
 
 
 @dataclass
@@ -46,3 +53,24 @@ def trace(model: Model, ids) -> Trace:
         x = block(x, rope, None, None)
         hidden.append(x[0])
     return Trace(model.head(model.norm(x[0])), hidden, model, rope)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen[op.overloadpacket.__name__] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def operations(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """The operations that torch carries out during run(), name -> how many: those that compute or copy, and the views.
+
+    A name may differ from device to device: a layer's product is `_linear_pointwise` on a CPU, and `linear` on a GPU.
+    """
+    with _Watch() as watch:
+        run()
+    working = Counter({name: count for name, count in watch.seen.items() if name not in VIEWS})
+    return working, watch.seen - working

@@ -60,6 +60,23 @@ def test_trace_refuses_a_batch_and_a_prompt_beyond_the_context_window(ids):
         ll.trace(MODEL, ids)
 
 
+def test_operations_are_counted_and_views_told_apart():
+    a = torch.ones(2, 2)
+    working, views = ll.operations(lambda: ((a @ a).transpose(0, 1) + 1 + a[:1].unsqueeze(0)).clone())
+    assert working == {"mm": 1, "add": 2, "clone": 1} and views == {"transpose": 1, "slice": 1, "unsqueeze": 1}
+    assert ll.operations(lambda: None) == ({}, {})
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 1, 4]])
+def test_a_pass_has_as_many_products_and_attentions_as_its_layers(ids):
+    cache = MODEL.new_cache(8)
+    working, views = ll.operations(lambda: ll.prefill(MODEL, ids, cache))
+    products = sum(count for name, count in working.items() if name in ("linear", "addmm", "mm", "_linear_pointwise"))
+    assert products == 4 * SHAPE["layers"] + 1  # q, k, v as one; output; gate and up as one; down; and the head
+    assert sum(count for name, count in working.items() if "dot_product" in name) == SHAPE["layers"]
+    assert not set(views) & set(working)
+
+
 def test_bfloat16_stays_near_float32_with_and_without_a_cache():
     rough, ids = tiny_model(dtype=torch.bfloat16), random_ids(40)
     exact = tiny_model()

@@ -53,6 +53,26 @@ def test_the_contents_list_every_lesson_once_in_order_by_its_title():
     assert rows == [(title(path).replace(" · ", " "), path.name) for path in PATHS]
 
 
+# --- The claims -----------------------------------------------------------------------------------------------------
+
+ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+) \|$", re.M)
+
+
+def test_every_claim_reads_the_same_wherever_it_stands_and_is_answered_in_the_lessons_it_names():
+    answered, claims = {}, {}
+    for path in PATHS:
+        text = text_of(path).split("## The claims")[-1].split("The whole list")[0]
+        for number, claim, _ in ROW.findall(text):
+            answered.setdefault(int(number), []).append(path.stem[:2])
+            claims.setdefault(int(number), set()).add(claim)
+    first = {int(number): (claim, lessons.split(", "))
+             for number, claim, lessons in ROW.findall(text_of(PATHS[0]).split("The whole list")[1])}
+    last = {int(number): (claim, re.findall(r"\[(\d\d)\]\(notebooks/\1_", where))
+            for number, claim, where in ROW.findall(README.split("## What the articles claim")[1])}
+    assert sorted(first) == list(range(1, 30))
+    assert first == last == {number: (claim, answered[number]) for number, (claim,) in sorted(claims.items())}
+
+
 # --- The glossary ---------------------------------------------------------------------------------------------------
 
 ENTRIES = [match for line in GLOSSARY.splitlines() if line.startswith("- ") for match in [ENTRY.fullmatch(line)]]
