@@ -22,12 +22,15 @@ from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formu
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 FEW_ROWS = 12  # up to here bfloat16 gains more by its half as many bytes than it loses by slow arithmetic
+VECTORS = 3  # for so few rows of float32 the best library is asked for; from 4 on oneDNN was never slower
 
 
 def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
     """An empty weight [outputs, inputs], stored row by row."""
-    if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
-        has_fast_bfloat16()  # ask now: later, somebody may be timing or counting
+    if torch.device(device).type == "cpu":  # ask now: later, somebody may be timing or counting
+        torch_reads_a_row_faster(dtype)
+        if dtype == torch.bfloat16:
+            has_fast_bfloat16()
     return nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -46,6 +49,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return _float32_product(x, weight)
     rows = x.numel() // x.shape[-1]
+    if rows == 1 and torch_reads_a_row_faster(x.dtype):
+        return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], len(weight))
     if x.dtype == torch.bfloat16 and rows > FEW_ROWS and not has_fast_bfloat16():
         return _float32_product(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
@@ -56,11 +61,17 @@ def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
 
     torch itself hands float32 to the library MKL, which on one AMD CPU that we measured did half as many operations per
     second, and read the weights for a single row at two thirds of the rate; for 2 to 64 rows it took 2 to 3 times as
-    long, there and on another. This operation of torch knows no gradient: where one is wanted, `F.linear` it is.
+    long, there and on another. On an Intel CPU the two did as many operations, and MKL read the weights 1.4 times as
+    fast for 1 to 3 rows. This operation of torch knows no gradient: where one is wanted, `F.linear` it is.
     """
     trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if trained or not _has_onednn():
-        return F.linear(x, weight)
+    few = x.numel() <= VECTORS * x.shape[-1] and torch_reads_a_row_faster(x.dtype)
+    return F.linear(x, weight) if trained or few else _by_onednn(x, weight)
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or not _has_onednn():
+        return F.linear(x, weight)  # which is oneDNN for bfloat16
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
@@ -74,8 +85,14 @@ def _linear_flops(x_shape, weight_shape, *others, out_shape=None, **named) -> in
     return mm_flop([prod(x_shape[:-1]), x_shape[-1]], weight_shape[::-1])
 
 
+def _vector_flops(weight_shape, x_shape, *others, out_shape=None, **named) -> int:
+    return mm_flop(weight_shape, [*x_shape, 1])
+
+
 if _has_onednn() and torch.ops.mkldnn._linear_pointwise not in flop_registry:
     register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_linear_flops)
+if torch.ops.aten.mv not in flop_registry:
+    register_flop_formula(torch.ops.aten.mv)(_vector_flops)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,6 +137,18 @@ class Embedding(nn.Module):
         return self.weight[ids]
 
 
+def _least_seconds(ways: dict, runs: int) -> dict:
+    """The shortest of some runs of each, in turns: another program can only make them longer."""
+    best = dict.fromkeys(ways, float("inf"))
+    with torch.autocast("cpu", enabled=False), torch.inference_mode():
+        for _ in range(runs):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
 @lru_cache
 def has_fast_bfloat16() -> bool:
     """Does this CPU multiply bfloat16 matrices about as fast as float32 ones, or faster?
@@ -128,12 +157,20 @@ def has_fast_bfloat16() -> bool:
     times slower on the CPU where we measured it, and widening to float32 first is the better way. Measured, in some
     0.1 s, the first time it matters: no torch function tells it for every kind of processor.
     """
-    best = {}
-    with torch.autocast("cpu", enabled=False):
-        for _ in range(3):
-            for dtype in (torch.float32, torch.bfloat16):
-                square = torch.ones(256, 256, dtype=dtype, device="cpu")
-                start = time.perf_counter()
-                F.linear(square, square)
-                best[dtype] = min(best.get(dtype, float("inf")), time.perf_counter() - start)
+    squares = {dtype: torch.ones(256, 256, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.bfloat16)}
+    best = _least_seconds({dtype: lambda x=x: F.linear(x, x) for dtype, x in squares.items()}, 3)
     return best[torch.bfloat16] < 2 * best[torch.float32]
+
+
+@lru_cache
+def torch_reads_a_row_faster(dtype: torch.dtype) -> bool:
+    """For a single row: is what torch has for a matrix and a vector clearly faster on this CPU than oneDNN?
+
+    That is MKL for float32, and a loop of torch's own for bfloat16. On an Intel CPU with AMX both were (1.4 times as
+    fast), on an AMD CPU MKL was not. Measured in some 10 ms, as above, on a matrix of the size of a small layer.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    weight, x = torch.ones(1536, 576, dtype=dtype, device="cpu"), torch.ones(576, dtype=dtype, device="cpu")
+    best = _least_seconds({"torch": lambda: torch.mv(weight, x), "oneDNN": lambda: _by_onednn(x[None], weight)}, 20)
+    return best["torch"] < 0.9 * best["oneDNN"]

@@ -68,7 +68,7 @@ class _Watch(TorchDispatchMode):
 def operations(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
     """The operations that torch carries out during run(), name -> how many: those that compute or copy, and the views.
 
-    A name may differ from device to device: a layer's product is `_linear_pointwise` on a CPU, and `linear` on a GPU.
+    A name may differ from machine to machine: a layer's product is `linear` on one, `_linear_pointwise` on another.
     """
     with _Watch() as watch:
         run()

@@ -165,7 +165,7 @@ def run_all(page, lab: Lab, name: str, cells: list) -> None:
     page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     # The kernel is fresh. (A restart makes JupyterLab itself log an error now and then, about its debugger.)
-    page.get_by_text("Run All Cells", exact=True).click()
+    page.locator("#jp-mainmenu-run").get_by_text("Run All Cells", exact=True).click()
     prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.textContent)"
     page.wait_for_function(f"() => document.querySelector(\"{ERROR.format('error')}\") ||"
                            f" {prompts}.every(text => /\\d/.test(text))", timeout=300_000, polling=LAZY)

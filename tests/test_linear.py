@@ -15,15 +15,17 @@ from llm_lessons.linear import Embedding, Linear, matrix, product
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 33])
 @pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("vectors", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("outputs, inputs", [(7, 3), (3, 7), (64, 64), (1, 5)])
-def test_products_are_those_of_float64(outputs, inputs, dtype, tolerance, fast, rows, monkeypatch):
+def test_products_are_those_of_float64(outputs, inputs, dtype, tolerance, vectors, fast, rows, monkeypatch):
     monkeypatch.setattr(linear, "has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(linear, "torch_reads_a_row_faster", lambda dtype: vectors)
     generator = torch.Generator().manual_seed(rows)
     weight = matrix(outputs, inputs, dtype).copy_(torch.randn(outputs, inputs, generator=generator))
     x = torch.randn(2, rows, inputs, generator=generator).to(dtype)
     x_by_column = x.transpose(1, 2).contiguous().transpose(1, 2)
-    for gradients, given in itertools.product((True, False), (x, x[0], x_by_column)):
+    for gradients, given in itertools.product((True, False), (x, x[0], x_by_column, x[:1, :1], x[1, 0])):
         with torch.set_grad_enabled(gradients):
             y = product(given, weight)
         assert y.dtype == dtype and y.shape == (*given.shape[:-1], outputs)
@@ -49,6 +51,7 @@ def test_weights_are_stored_row_by_row_and_are_not_trained():
 @pytest.mark.parametrize("present", [True, False])
 def test_float32_goes_through_onednn_where_torch_has_it_and_no_gradient_is_wanted(present, monkeypatch):
     plain, used = linear.F.linear, []
+    monkeypatch.setattr(linear, "torch_reads_a_row_faster", lambda dtype: False)
     monkeypatch.setattr(linear.F, "linear", lambda x, w: used.append(len(x)) or plain(x, w))
     if not present:
         monkeypatch.setattr(linear, "_has_onednn", lambda: False)
@@ -60,20 +63,46 @@ def test_float32_goes_through_onednn_where_torch_has_it_and_no_gradient_is_wante
         assert used == ([] if linear._has_onednn() and not (trained and gradients) else [2])
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 3), (2, 5, 3)])
-def test_torchs_flop_counter_counts_every_way_alike(shape, monkeypatch):
+@pytest.mark.parametrize("vectors", [True, False])
+def test_few_rows_go_the_way_that_reads_the_weights_faster_here(vectors, monkeypatch):
+    plain, mv, used = linear.F.linear, torch.mv, []
+    monkeypatch.setattr(linear, "torch_reads_a_row_faster", lambda dtype: vectors)
+    monkeypatch.setattr(linear.F, "linear", lambda x, w: used.append(("linear", len(x))) or plain(x, w))
+    monkeypatch.setattr(torch, "mv", lambda w, x: used.append(("mv", 1)) or mv(w, x))
+    for rows in (1, 2, 3, 4):
+        product(torch.ones(rows, 5), torch.ones(2, 5))
+    wide = [] if linear._has_onednn() else [4]  # rows for which there is no other way
+    assert used == [("linear", rows) for rows in ([1, 2, 3] if vectors or not linear._has_onednn() else []) + wide]
+    used.clear()
+    for rows in (1, 2):
+        product(torch.ones(rows, 5, dtype=torch.bfloat16), torch.ones(2, 5, dtype=torch.bfloat16))
+    assert used == [("mv" if vectors else "linear", 1), ("linear", 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (1, 1, 3), (2, 3), (2, 5, 3)])
+def test_torchs_flop_counter_counts_every_way_alike(shape, dtype, monkeypatch):
     counts = []
-    for present in (linear._has_onednn(), False):
+    for present, vectors in itertools.product((linear._has_onednn(), False), (True, False)):
         monkeypatch.setattr(linear, "_has_onednn", lambda present=present: present)
-        with FlopCounterMode(display=False) as counter:
-            product(torch.ones(shape), torch.ones(7, 3))
+        monkeypatch.setattr(linear, "torch_reads_a_row_faster", lambda dtype, vectors=vectors: vectors)
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            product(torch.ones(shape, dtype=dtype), torch.ones(7, 3, dtype=dtype))
         counts.append(counter.get_total_flops())
-    assert counts == [2 * torch.ones(shape).numel() * 7] * 2
+    assert counts == [2 * torch.ones(shape).numel() * 7] * 4
 
 
 def test_this_cpu_is_asked_once_and_answers_yes_or_no():
     assert linear.has_fast_bfloat16() in (True, False)
     assert linear.has_fast_bfloat16.cache_info().currsize == 1
+    assert linear.torch_reads_a_row_faster(torch.float32) is linear.torch_reads_a_row_faster(torch.float32)
+    assert linear.torch_reads_a_row_faster(torch.float16) is False
+
+
+def test_a_way_is_taken_only_where_it_is_clearly_faster(monkeypatch):
+    for seconds, expected in (((0.89, 1), True), ((0.91, 1), False), ((2, 1), False)):
+        monkeypatch.setattr(linear, "_least_seconds", lambda ways, runs, found=seconds: dict(zip(ways, found)))
+        assert linear.torch_reads_a_row_faster.__wrapped__(torch.float32) is expected
 
 
 def test_gradients_flow_through_every_way(monkeypatch):

@@ -183,6 +183,7 @@ def token_gaps(runs: Mapping[str, tuple[Sequence[Request], Request]], note: str 
     alt = "; ".join(f"{label}: median gap {median(gap for _, gap in gaps[label]) * 1e3:.0f} ms, longest "
                     f"{max(gap for _, gap in gaps[label]) * 1e3:.0f} ms; first token of the long prompt after "
                     f"{newcomer.ttft * 1e3:.0f} ms" for label, (_, newcomer) in runs.items())
+    highest = max(gap for found in gaps.values() for _, gap in found)
     with picture(alt, 1, len(runs), height=3.4, squeeze=False, sharey=True) as (figure, axes):
         for axis, (label, (writing, newcomer)) in zip(axes[0], runs.items()):
             zero = min(request.submitted for request in writing)
@@ -190,7 +191,7 @@ def token_gaps(runs: Mapping[str, tuple[Sequence[Request], Request]], note: str 
                          linewidth=0)
             axis.plot([at - zero for at, _ in gaps[label]], [1e3 * gap for _, gap in gaps[label]], "o", markersize=4,
                       color=COLORS["decode"])
-            axis.set(xlim=(0, None), ylim=(0, None))
+            axis.set(xlim=(0, None), ylim=(0, 1.2e3 * highest))  # room for the legend
             label_axes(axis, "time (s)", "", f"{drawable(label)}: longest "
                        f"{max(gap for _, gap in gaps[label]) * 1e3:.0f} ms")
         axes[0, 0].set_ylabel("gap between two tokens (ms)")
