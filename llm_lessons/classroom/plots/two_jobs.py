@@ -9,6 +9,7 @@ from statistics import median
 from ..style import COLORS, Picture, drawable, footnote, label_axes, picture, shortened, visible
 
 LINE = 100  # characters in the width of `answer_step`
+HIGH = 1.3  # the upper row of `two_passes`; the lower one is at 0
 
 
 def token_times(runs: dict[str, Sequence[float]], note: str = "") -> Picture:
@@ -75,23 +76,23 @@ def two_passes(prompt: int, hidden: int, layers: int, vocab: int) -> Picture:
     stations = ("ids", "vectors", f"{layers} layers", "logits of the\nlast token", "next token")
     alt = (f"prefill: {prompt} ids, vectors [{prompt}, {hidden}], {layers} layers, {vocab:,} logits, the first token; "
            f"decode, again and again: 1 id, a vector [1, {hidden}], the same layers, {vocab:,} logits, the next token")
-    with picture(alt, height=3.4) as (figure, axis):
-        axis.set(xlim=(-1.6, 4.5), ylim=(-0.75, 1.4))
+    with picture(alt, height=3.7) as (figure, axis):
+        axis.set(xlim=(-1.6, 4.5), ylim=(-0.75, 1.7))
         axis.axis("off")
         for row, job, count in ((1, "prefill", prompt), (0, "decode", 1)):
             shapes = (f"[{count}]", f"[{count}, {hidden}]", f"[{count}, {hidden}]", f"[{vocab:,}]", "1 id")
             for at, (station, shape) in enumerate(zip(stations, shapes)):
-                axis.annotate(f"{station}\n{shape}", (at, row), ha="center", va="center", fontsize=9.5,
+                axis.annotate(f"{station}\n{shape}", (at, HIGH * row), ha="center", va="center", fontsize=9.5,
                               bbox={"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLORS[job],
                                     "linewidth": 2})
                 if at:
-                    _arrow(axis, (at - 0.62, row), (at - 0.38, row))
+                    _arrow(axis, (at - 0.62, HIGH * row), (at - 0.38, HIGH * row))
             times = "the whole prompt,\nonce" if row else "one token,\nagain and again"
-            axis.text(-1.55, row, f"{job}\n{times}", color=COLORS[job], fontweight="bold", va="center")
-        _arrow(axis, (3.9, 0.68), (0.1, 0.3), style="arc3,rad=0.03")
+            axis.text(-1.55, HIGH * row, f"{job}\n{times}", color=COLORS[job], fontweight="bold", va="center")
+        _arrow(axis, (3.9, HIGH - 0.3), (0.1, 0.28), style="arc3,rad=-0.11")
         _arrow(axis, (3.9, -0.32), (0.1, -0.32), style="arc3,rad=-0.12")
-        _arrow(axis, (2, 0.74), (2, 0.27))  # what the layers computed for the prompt serves all later tokens
-        axis.annotate("KV cache", (2, 0.53), ha="center", va="center", fontsize=9.5, color="white",
+        _arrow(axis, (2, HIGH - 0.26), (2, 0.27))  # what the layers computed for the prompt serves all later tokens
+        axis.annotate("KV cache", (2, 0.83), ha="center", va="center", fontsize=9.5, color="white",
                       bbox={"boxstyle": "round,pad=0.3", "facecolor": COLORS["kv_cache"], "edgecolor": "none"})
     return figure
 
