@@ -231,14 +231,14 @@ def load_curve(curve: Mapping[float, Report], pairs: Mapping[float, tuple[Report
                     axis.plot(list(pairs), [1e3 * getattr(pair[at], kind).p50 for pair in pairs.values()], "o",
                               markersize=8, markerfacecolor=fill, markeredgecolor=color, label=label)
             if knee:
-                axis.axvline(knee, color="black", linewidth=1)
+                axis.axvline(knee, color="black", linewidth=1, label="the promise is kept up to here")
             axis.set_xlim(0, None)
-            axis.legend(loc="upper left", fontsize=8)
+            axis.legend(loc="upper left", fontsize=8, frameon=True, framealpha=1, edgecolor="white")
         axes[0].set_yscale("log")
         log_ticks(axes[0].yaxis, (1, 3))
         low, high = axes[0].get_ylim()
-        axes[0].set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
-        axes[1].set_ylim(0, 1.6 * axes[1].get_ylim()[1])
+        axes[0].set_ylim(low, high * (high / low) ** 0.5)  # room for the legend
+        axes[1].set_ylim(0, 1.75 * axes[1].get_ylim()[1])
         label_axes(axes[0], "requests per second", "TTFT (ms, log scale)", "time to first token")
         label_axes(axes[1], "requests per second", "TPOT (ms)", "time per output token")
         footnote(figure, note)

@@ -139,7 +139,7 @@ def rope_dial(q: Tensor, k: Tensor, q_at: int, k_at: int, base: float, reach: in
         for pair, dial in enumerate(axes[:half]):
             radius = 1.12 * max(math.hypot(float(x[pair]), float(x[pair + half])) for x in (q, k))
             for plain, turned, color, name in hands:
-                dial.plot([0, plain[pair]], [0, plain[pair + half]], color=color, alpha=0.3, linestyle=":")
+                dial.plot([0, plain[pair]], [0, plain[pair + half]], color=color, alpha=0.6, linestyle=":")
                 tip = (float(turned[pair]), float(turned[pair + half]))
                 dial.annotate("", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2.5,
                                                            "shrinkA": 0, "shrinkB": 0})

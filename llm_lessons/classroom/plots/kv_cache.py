@@ -132,7 +132,8 @@ def paged_blocks(tables: dict[str, tuple[Sequence[int], int]], blocks: int, bloc
         for block, names in users.items():
             _block(axis, block - 1, 0, block_size, filled.get(block, 0), _shade(names, tables))
             axis.text(block - 0.55, 0.4, f"{block}", ha="center", va="center", color=_ink(names))
-            axis.text(block - 0.55, -0.12, " and ".join(names) or "free", ha="center", va="top", fontsize=9,
+            whose = "both" if len(names) == len(tables) == 2 else " and ".join(names)
+            axis.text(block - 0.55, -0.12, whose or "free", ha="center", va="top", fontsize=9,
                       color="black" if names else COLORS["neutral"])
         axis.set(xlim=(-1.6, max(blocks, 1)), ylim=(-0.5, top + 1))
         axis.set_axis_off()

@@ -178,11 +178,13 @@ def latency_throughput(curves: Mapping[str, Batches], critical: int | None = Non
             axis.plot(times, curve.rates, line, color=color, marker=marker, label=drawable(label))
             axis.plot(times[curve.fit:], curve.rates[curve.fit:], marker, color=color, markerfacecolor="white")
             for size, x, y in zip(curve.sizes, times, curve.rates):
-                axis.annotate(f"{size}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+                axis.annotate(f"{size}", (x, y), (0, 9 if size == critical else 6), textcoords="offset points",
+                              ha="center", fontsize=8)
             if critical in curve.sizes:
                 place = curve.sizes.index(critical)
                 axis.plot(times[place], curve.rates[place], marker, color="black", markersize=13, fillstyle="none")
         axis.set(xscale="log", yscale="log")
+        axis.set_ylim(top=1.5 * axis.get_ylim()[1])  # room for the numbers
         log_ticks(axis.xaxis, (1, 2, 5))
         log_ticks(axis.yaxis, (1, 3))
         axis.plot([], [], "o", color="black", markersize=11, fillstyle="none",
@@ -247,8 +249,9 @@ def training_and_inference(memory: Mapping[str, Mapping[str, float]], ratios: Ma
         right.axhline(1, color="black", linewidth=1)
         right.set_ylim(0, 1.2 * max(ratios.values()))
         right.grid(False, axis="x")
-        label_axes(right, drawable(note), "times one forward pass", "a training step")
-        right.xaxis.label.set(fontsize=8, color=COLORS["neutral"])
+        label_axes(right, "", "times one forward pass", "a training step")
+        left.annotate(note, (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points", fontsize=8,
+                      color=COLORS["neutral"])
     return figure
 
 
