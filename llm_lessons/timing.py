@@ -155,8 +155,8 @@ class Roofline(NamedTuple):
 def measure_roofline(device: torch.device | str = "cpu", seconds: float = 0.8) -> Roofline:
     """Peak arithmetic (square matrix products) and peak memory bandwidth (reading a large tensor), in under 5 s.
 
-    A product of two n x n matrices takes 2 n³ operations; it is done as the model's layers do it. The tensor is far
-    larger than any cache, so that its bytes really come from memory; it is summed, and multiplied with one row, and
+    A product of two n x n matrices takes 2 n³ operations; it is done as the model's layers do it. The tensor is
+    larger than most caches, so that its bytes really come from memory; it is summed, and multiplied with one row, and
     the faster of the two counts. `seconds` is the time spent on each of the three.
     """
     on_cpu = check_device(device).type == "cpu"

@@ -137,7 +137,7 @@ def test_blocks_are_drawn_where_the_tables_say():
     shown = plots.paged_blocks({"alice": ([1, 3], 6), "bob": ([1, 2], 8)}, blocks=4, block_size=4)
     assert shown.alt == "alice: 6 tokens in blocks 1, 3; bob: 8 tokens in blocks 1, 2; shared: 1; free: 1"
     words = [text.get_text() for text in shown.axes[0].texts]
-    assert words.count("block 1") == 2 and words[-8:] == ["1", "alice and bob", "2", "bob", "3", "alice", "4", "free"]
+    assert words.count("block 1") == 2 and words[-8:] == ["1", "both", "2", "bob", "3", "alice", "4", "free"]
     filled = [color(patch) for patch in shown.axes[0].patches if patch.get_fill()]
     assert filled[-16:] == [DARK] * 4 + [PALE.upper()] * 4 + [CACHE] * 2 + ["#FFFFFF"] * 6
 

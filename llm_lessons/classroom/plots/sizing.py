@@ -250,8 +250,8 @@ def training_and_inference(memory: Mapping[str, Mapping[str, float]], ratios: Ma
         right.set_ylim(0, 1.2 * max(ratios.values()))
         right.grid(False, axis="x")
         label_axes(right, "", "times one forward pass", "a training step")
-        left.annotate(note, (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points", fontsize=8,
-                      color=COLORS["neutral"])
+        left.annotate(drawable(note), (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points",
+                      fontsize=8, color=COLORS["neutral"])
     return figure
 
 
