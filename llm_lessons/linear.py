@@ -27,10 +27,10 @@ VECTORS = 3  # for so few rows of float32 the best library is asked for; from 4 
 
 def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
     """An empty weight [outputs, inputs], stored row by row."""
-    if torch.device(device).type == "cpu":  # ask now: later, somebody may be timing or counting
-        torch_reads_a_row_faster(dtype)
-        if dtype == torch.bfloat16:
-            has_fast_bfloat16()
+    for kind in (torch.float32, torch.bfloat16):  # ask now: later, somebody may be timing or counting
+        torch_reads_a_row_faster(kind)
+    if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
+        has_fast_bfloat16()
     return nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -49,7 +49,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return _float32_product(x, weight)
     rows = x.numel() // x.shape[-1]
-    if rows == 1 and torch_reads_a_row_faster(x.dtype):
+    if rows == 1 and torch_reads_a_row_faster(x.dtype) and not torch.is_autocast_enabled("cpu"):
         return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], len(weight))
     if x.dtype == torch.bfloat16 and rows > FEW_ROWS and not has_fast_bfloat16():
         return _float32_product(x.float(), weight.float()).to(x.dtype)
@@ -66,6 +66,7 @@ def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
     """
     trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     few = x.numel() <= VECTORS * x.shape[-1] and torch_reads_a_row_faster(x.dtype)
+    few = few and not torch.is_autocast_enabled("cpu")  # which would make F.linear's result bfloat16
     return F.linear(x, weight) if trained or few else _by_onednn(x, weight)
 
 
@@ -138,14 +139,21 @@ class Embedding(nn.Module):
 
 
 def _least_seconds(ways: dict, runs: int) -> dict:
-    """The shortest of some runs of each, in turns: another program can only make them longer."""
-    best = dict.fromkeys(ways, float("inf"))
-    with torch.autocast("cpu", enabled=False), torch.inference_mode():
-        for _ in range(runs):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                way()
-                best[name] = min(best[name], time.perf_counter() - start)
+    """The shortest of some runs of each, in turns: another program can only make them longer.
+
+    With one thread: on a busy machine a second one may not get its turn at all, and the answer would be chance.
+    """
+    best, threads = dict.fromkeys(ways, float("inf")), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.inference_mode():
+            for _ in range(runs):
+                for name, way in ways.items():
+                    start = time.perf_counter()
+                    way()
+                    best[name] = min(best[name], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 
@@ -167,7 +175,7 @@ def torch_reads_a_row_faster(dtype: torch.dtype) -> bool:
     """For a single row: is what torch has for a matrix and a vector clearly faster on this CPU than oneDNN?
 
     That is MKL for float32, and a loop of torch's own for bfloat16. On an Intel CPU with AMX both were (1.4 times as
-    fast), on an AMD CPU MKL was not. Measured in some 10 ms, as above, on a matrix of the size of a small layer.
+    fast), on an AMD CPU MKL was not. Measured in some 20 ms, as above, on a matrix of the size of a small layer.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False

@@ -158,6 +158,8 @@ def pack(codes: Tensor, bits: int, padding: int = 0) -> Tensor:
     if codes.numel() and not (0 <= codes.min() and codes.max() < 2**bits and (codes == codes.to(torch.uint8)).all()):
         raise ValueError(f"codes of {bits} bits are whole numbers from 0 to {2**bits - 1}, not from {codes.min()} to "
                          f"{codes.max()}: on a symmetric grid, add {2**(bits - 1)}")
+    if whole_number("padding", padding, 0) >= 2**bits:
+        raise ValueError(f"padding must be a code of {bits} bits, 0 to {2**bits - 1}, not {padding}")
     return _pack(codes, bits, padding)
 
 

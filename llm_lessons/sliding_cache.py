@@ -54,7 +54,7 @@ class SlidingCache(Cache):
         held = self.positions.where(self.positions < query[:, :1], -1)
         key = torch.cat((held, query), dim=1)[:, None]  # [batch, 1, slots + n]
         query = query[..., None]  # [batch, n, 1]
-        return ((key >= 0) & (key <= query) & (key > query - self.window))[:, None]
+        return ((key >= 0) & (key <= query) & (key > query - min(self.window, self.capacity)))[:, None]
 
     def _commit(self) -> None:
         if len(self._waiting) < self.layers:

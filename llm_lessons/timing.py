@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from .kv_cache import whole_number
 from .linear import product
 
 Key = TypeVar("Key", bound=Hashable)
@@ -80,8 +81,9 @@ def in_turns(work: Mapping[Key, Callable[[], object]], device: torch.device | st
     Every round times each of them once, so that a busy moment of the machine meets all alike: their ratios can be
     trusted more than their times. A call before each timed one brings its own data back into the processor's caches.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, not {rounds}")
+    rounds = whole_number("rounds", rounds)
+    if not isinstance(work, Mapping) or not all(map(callable, work.values())):
+        raise ValueError(f"work must hold functions without arguments, name -> function, not {work!r}")
     seconds = {name: [] for name in work}
     for _ in range(rounds):
         for name, fn in work.items():

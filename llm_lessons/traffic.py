@@ -104,6 +104,8 @@ def arrivals(scenario: Scenario, rate: float, count: int, seed: int = 0) -> list
     The same seed with another rate gives the same requests with all gaps stretched alike; with a larger count, more of
     them behind.
     """
+    if not isinstance(scenario, Scenario):
+        raise ValueError(f"scenario must be one such as ll.SCENARIOS['chat'], not {scenario!r}")
     if not _is_number(rate) or rate <= 0:
         raise ValueError(f"rate must be a number of requests per second above 0, not {rate!r}")
     die, now, load = random.Random(whole_number("seed", seed, 0)), 0.0, []

@@ -17,7 +17,7 @@ import pytest
 from nbformat import NotebookNode
 
 LIMIT = 1.5  # GiB of resident memory: Binder promises 2, and JupyterLab takes its part
-DECIMAL = re.compile(r"(\d+\.\d+)")
+DECIMAL = re.compile(r"(?<![\d.])( *-?\d+\.\d+)(?!\.?\d)")  # with sign and padding; no part of a version like 2.13.0
 started: dict[Path, float] = {}
 lines: list[str] = []
 rounded: list[str] = []
@@ -28,14 +28,15 @@ rounded: list[str] = []
 def alike(stored: str, found: str) -> bool:
     """Do two texts differ only by numbers with a decimal point that are one unit of their last place apart?"""
     ours, theirs = DECIMAL.split(found), DECIMAL.split(stored)  # words and numbers in turns
-    return len(ours) == len(theirs) and all(
-        a == b or place % 2 == 1 and abs(Decimal(a) - Decimal(b)) <= _unit(a, b)
-        for place, (a, b) in enumerate(zip(ours, theirs)))
+    return len(ours) == len(theirs) and all(a == b or place % 2 == 1 and _one_apart(a, b)
+                                            for place, (a, b) in enumerate(zip(ours, theirs)))
 
 
-def _unit(a: str, b: str) -> Decimal:
-    """Of the last place; the shorter may have lost a zero at its end, as in 53.9 for 53.90."""
-    return Decimal(1).scaleb(-max(len(number.split(".")[1]) for number in (a, b)))
+def _one_apart(a: str, b: str) -> bool:
+    """Are two numbers one unit of the last place apart? The shorter may have lost a zero at its end: 53.9 for 53.90."""
+    spaces = len(a) == len(b) or len(a) - len(a.strip()) == len(b) - len(b.strip())  # padded alike
+    places = max(len(number.split(".")[1]) for number in (a, b))
+    return spaces and abs(Decimal(a) - Decimal(b)) <= Decimal(1).scaleb(-places)
 
 
 def _as_stored(found, stored):

@@ -30,8 +30,10 @@ Größe naïve façade Москва 北京 社会 東京タワー 한국어 ال
 antidisestablishmentarianism Schadenfreude SolidGoldMagikarp https://example.org/?q=1&r=%20#top end   """
 SPLIT = [("  Hello World.", [" ", " Hello", " World", "."]), ("a  b", ["a", " ", " b"]), ("   ", ["   "]), (" ", [" "]),
          ("hello\nworld", ["hello", "\n", "world"]), ("we'll 42x", ["we", "'ll", " 42", "x"]), ("", [])]
-texts = st.one_of(st.text(), st.text(alphabet="ab '0.\n"),
-                  st.lists(st.text(max_size=3) | st.sampled_from(
+# `regex` and tiktoken bring Unicode tables of different years: without characters that have no meaning yet.
+assigned = st.characters(exclude_categories=["Cs", "Cn"])
+texts = st.one_of(st.text(assigned), st.text(alphabet="ab '0.\n"),
+                  st.lists(st.text(assigned, max_size=3) | st.sampled_from(
                       [" the", "'s", "  ", "\n\n", "é", "社", "🦙", FAMILY, "1", "Ⅷ", "\u00a0", "<|endoftext|>"]),
                       max_size=12).map("".join))
 

@@ -92,6 +92,32 @@ def test_torchs_flop_counter_counts_every_way_alike(shape, dtype, monkeypatch):
     assert counts == [2 * torch.ones(shape).numel() * 7] * 4
 
 
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_under_autocast_the_way_makes_no_difference(rows, vectors, monkeypatch):
+    """The cache takes keys and values of the model's own type alone, so products must not change theirs."""
+    monkeypatch.setattr(linear, "torch_reads_a_row_faster", lambda dtype: vectors)
+    monkeypatch.setattr(linear, "has_fast_bfloat16", lambda: True)
+    x, weight = torch.ones(rows, 4), torch.ones(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert product(x, weight).dtype == (torch.float32 if linear._has_onednn() else torch.bfloat16)
+        assert product(x.bfloat16(), weight).tolist() == [[4.0] * 3] * rows  # of two types, as F.linear allows it there
+
+
+def test_asking_changes_no_number_of_threads_and_no_counter_sees_it(monkeypatch):
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError):
+        linear._least_seconds({"a": lambda: 1 / 0}, 1)
+    assert torch.get_num_threads() == before
+    seen = []
+    linear._least_seconds({"a": lambda: seen.append(torch.get_num_threads())}, 2)
+    assert seen == [1, 1] and torch.get_num_threads() == before
+    asked = []
+    monkeypatch.setattr(linear, "torch_reads_a_row_faster", asked.append)
+    matrix(2, 3)
+    assert asked == [torch.float32, torch.bfloat16]  # also of the type that the model may be turned into later
+
+
 def test_this_cpu_is_asked_once_and_answers_yes_or_no():
     assert linear.has_fast_bfloat16() in (True, False)
     assert linear.has_fast_bfloat16.cache_info().currsize == 1

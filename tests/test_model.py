@@ -48,7 +48,7 @@ def test_trace_shows_the_logits_attention_and_residual_stream_that_transformers_
     torch.testing.assert_close(MODEL.norm(seen.hidden[-1]), expected.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layer", [-1, SHAPE["layers"]])
+@pytest.mark.parametrize("layer", [-1, SHAPE["layers"], 0.5, None, True])
 def test_trace_refuses_a_layer_that_is_not_there(layer):
     with pytest.raises(ValueError, match=f"no layer {layer}.*0 to {SHAPE['layers'] - 1}"):
         ll.trace(MODEL, [1, 2]).attention(layer)
@@ -65,6 +65,8 @@ def test_operations_are_counted_and_views_told_apart():
     working, views = ll.operations(lambda: ((a @ a).transpose(0, 1) + 1 + a[:1].unsqueeze(0)).clone())
     assert working == {"mm": 1, "add": 2, "clone": 1} and views == {"transpose": 1, "slice": 1, "unsqueeze": 1}
     assert ll.operations(lambda: None) == ({}, {})
+    with pytest.raises(ValueError, match="run must be a function.*not 3"):
+        ll.operations(3)
 
 
 @pytest.mark.parametrize("ids", [[3], [3, 1, 4]])
