@@ -14,6 +14,7 @@ from ..style import COLORS, Picture, drawable, label_axes, picture, visible
 
 QUERY, KEY = COLORS["attention"], COLORS["kv_cache"]
 MARKERS = "os^DvPX*"
+SHADES = "#FFFFFF", COLORS["weights"], "#1F4E6B", "#C9E4F5", "#2D86BD", "#E9F4FB", "#12303F", "#8FCBEE"  # of one blue
 
 
 def same_letters(a: str, b: str) -> bool:
@@ -58,13 +59,13 @@ def similarities(kinds: Mapping[str, Sequence[float]], reference: str) -> Pictur
 
 
 def word_map(groups: Mapping[str, Sequence[tuple[str, float, float]]]) -> Picture:
-    """Words on a plane: name of a group -> (word, x, y). Each group has a mark of its own."""
+    """Words on a plane: name of a group -> (word, x, y). Each group has a mark and a shade of its own."""
     alt = "a map of words; " + "; ".join(f"{name}: {', '.join(word for word, _, _ in words)}"
                                          for name, words in groups.items())
     with picture(alt, width=9, height=6.4) as (figure, axes):
-        for marker, (name, words) in zip(MARKERS, groups.items()):
+        for marker, shade, (name, words) in zip(MARKERS, SHADES, groups.items()):
             axes.scatter([x for _, x, _ in words], [y for _, _, y in words], marker=marker, s=38, label=name,
-                         color=COLORS["weights"], edgecolors="#1F4E6B", linewidths=0.8)
+                         color=shade, edgecolors="#1F4E6B", linewidths=0.8)
         axes.margins(0.08)
         axes.legend(loc="best", fontsize=9)
         label_axes(axes, "first principal direction", "second principal direction")
