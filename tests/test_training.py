@@ -123,7 +123,8 @@ def test_activations_that_torch_keeps(change):
     eager = as_transformers(model)
     eager.config._attn_implementation = "sdpa"  # there is no public way in all versions
     oracle = type(eager)(eager.config).requires_grad_(True)
-    assert 1 < kept_for_backward(oracle, lambda: oracle(ids, use_cache=False).logits) / expected < 1.25
+    kept = kept_for_backward(oracle, lambda: oracle(ids, use_cache=False).logits)
+    assert 1 < kept / expected < 1.3  # 1.09 to 1.12 in transformers 5.24, 1.26 in 4.56
 
 
 def test_activations_by_hand():
