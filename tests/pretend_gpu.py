@@ -37,6 +37,11 @@ class OnGpu(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return cls.gpu.call(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.gpu._mark(_bare(self).clone())
+        return memo[id(self)]
+
     def __repr__(self, **settings) -> str:
         self.gpu.busy = False
         return f"{_bare(self)!r}"[:-1] + f", device='{self.device}')"

@@ -193,8 +193,11 @@ def quickly(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
 
 
-@pytest.mark.skipif("LESSONS_ON_A_GPU" not in os.environ, reason="takes minutes: set LESSONS_ON_A_GPU=1")
-@pytest.mark.parametrize("path", [path for path in PATHS if uses_a_gpu(path)], ids=lambda path: path.stem)
+SLOW = pytest.mark.skipif("LESSONS_ON_A_GPU" not in os.environ, reason="takes a minute: set LESSONS_ON_A_GPU=1")
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, marks=SLOW) if path.stem == "09_batching" else path
+                                  for path in PATHS if uses_a_gpu(path)], ids=lambda path: path.stem)
 def test_a_lesson_runs_on_a_gpu(path, monkeypatch):
     """Large products are made up, so the numbers are nonsense; which tensors meet, and when a clock is read, is not."""
     quickly(monkeypatch)
