@@ -104,7 +104,7 @@ def test_under_autocast_the_way_makes_no_difference(rows, vectors, monkeypatch):
         assert product(x.bfloat16(), weight).tolist() == [[4.0] * 3] * rows  # of two types, as F.linear allows it there
 
 
-def test_asking_changes_no_number_of_threads_and_no_counter_sees_it(monkeypatch):
+def test_asking_leaves_the_number_of_threads_and_is_done_when_a_matrix_is_made(monkeypatch):
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError):
         linear._least_seconds({"a": lambda: 1 / 0}, 1)

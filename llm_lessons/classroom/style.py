@@ -102,6 +102,12 @@ def footnote(figure: Figure, note: str) -> None:
     figure.supxlabel(textwrap.fill(note, 130), fontsize=8, color=COLORS["neutral"])
 
 
+def axis_note(axis: Axes, note: str) -> None:
+    """The same under an axis and its label, where a legend takes the place under the picture."""
+    axis.annotate(drawable(note), (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points", fontsize=8,
+                  color=COLORS["neutral"])
+
+
 def log_ticks(axis: Axis, multiples: tuple[int, ...]) -> None:
     """Ticks of an x or y axis at these multiples of the powers of ten, written out: 0.3, 10, 3,000."""
     axis.set_major_locator(LogLocator(subs=multiples, numticks=20))

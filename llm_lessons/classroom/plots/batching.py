@@ -180,10 +180,10 @@ def token_gaps(runs: Mapping[str, tuple[Sequence[Request], Request]], note: str 
             for label, (writing, _) in runs.items()}
     if not runs or not all(gaps.values()) or any(newcomer.ttft is None for _, newcomer in runs.values()):
         raise ValueError("each run needs requests with at least two tokens, and a newcomer that has its first")
+    longest = {label: 1e3 * max(gap for _, gap in found) for label, found in gaps.items()}  # ms
     alt = "; ".join(f"{label}: median gap {median(gap for _, gap in gaps[label]) * 1e3:.0f} ms, longest "
-                    f"{max(gap for _, gap in gaps[label]) * 1e3:.0f} ms; first token of the long prompt after "
+                    f"{longest[label]:.0f} ms; first token of the long prompt after "
                     f"{newcomer.ttft * 1e3:.0f} ms" for label, (_, newcomer) in runs.items())
-    highest = max(gap for found in gaps.values() for _, gap in found)
     with picture(alt, 1, len(runs), height=3.4, squeeze=False, sharey=True) as (figure, axes):
         for axis, (label, (writing, newcomer)) in zip(axes[0], runs.items()):
             zero = min(request.submitted for request in writing)
@@ -191,9 +191,8 @@ def token_gaps(runs: Mapping[str, tuple[Sequence[Request], Request]], note: str 
                          linewidth=0)
             axis.plot([at - zero for at, _ in gaps[label]], [1e3 * gap for _, gap in gaps[label]], "o", markersize=4,
                       color=COLORS["decode"])
-            axis.set(xlim=(0, None), ylim=(0, 1.2e3 * highest))  # room for the legend
-            label_axes(axis, "time (s)", "", f"{drawable(label)}: longest "
-                       f"{max(gap for _, gap in gaps[label]) * 1e3:.0f} ms")
+            axis.set(xlim=(0, None), ylim=(0, 1.2 * max(longest.values())))  # room for the legend
+            label_axes(axis, "time (s)", "", f"{drawable(label)}: longest {longest[label]:.0f} ms")
         axes[0, 0].set_ylabel("gap between two tokens (ms)")
         axes[0, 0].legend(handles=[Patch(color=COLORS["prefill"], alpha=0.2, label="a long prompt waits, is read")],
                           loc="upper left", fontsize=9)

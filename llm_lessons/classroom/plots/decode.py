@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...capacity import ridge_point
 from ...timing import Roofline
-from ..style import COLORS, Picture, footnote, label_axes, log_ticks, picture
+from ..style import COLORS, Picture, axis_note, footnote, label_axes, log_ticks, picture
 from .prefill import draw_roof
 
 PARTS = [COLORS["weights"], "#A9D8F5", COLORS["kv_cache"], COLORS["neutral"]]  # of a step; the second: weights, paler
@@ -73,8 +73,7 @@ def step_parts(parts: Mapping[str, float], floor: float, note: str = "") -> Pict
         axis.grid(False, axis="y")
         label_axes(axis, "time (ms)", "", f"one decode step: {_ms(total)}")
         figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-        axis.annotate(note, (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points", fontsize=8,
-                      color=COLORS["neutral"])
+        axis_note(axis, note)
     return figure
 
 

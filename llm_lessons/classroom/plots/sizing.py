@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from ..style import COLORS, Picture, drawable, footnote, label_axes, log_ticks, picture, short
+from ..style import COLORS, Picture, axis_note, drawable, footnote, label_axes, log_ticks, picture, short
 
 LOOKS = {  # of a part of memory, in the order in which they are stacked
     "weights": {"color": COLORS["weights"]},
@@ -250,8 +250,7 @@ def training_and_inference(memory: Mapping[str, Mapping[str, float]], ratios: Ma
         right.set_ylim(0, 1.2 * max(ratios.values()))
         right.grid(False, axis="x")
         label_axes(right, "", "times one forward pass", "a training step")
-        left.annotate(drawable(note), (0, 0), (0, -42), xycoords="axes fraction", textcoords="offset points",
-                      fontsize=8, color=COLORS["neutral"])
+        axis_note(left, note)
     return figure
 
 

@@ -79,16 +79,16 @@ def two_passes(prompt: int, hidden: int, layers: int, vocab: int) -> Picture:
     with picture(alt, height=3.7) as (figure, axis):
         axis.set(xlim=(-1.6, 4.5), ylim=(-0.75, 1.7))
         axis.axis("off")
-        for row, job, count in ((1, "prefill", prompt), (0, "decode", 1)):
+        for row, job, count in ((HIGH, "prefill", prompt), (0, "decode", 1)):
             shapes = (f"[{count}]", f"[{count}, {hidden}]", f"[{count}, {hidden}]", f"[{vocab:,}]", "1 id")
             for at, (station, shape) in enumerate(zip(stations, shapes)):
-                axis.annotate(f"{station}\n{shape}", (at, HIGH * row), ha="center", va="center", fontsize=9.5,
+                axis.annotate(f"{station}\n{shape}", (at, row), ha="center", va="center", fontsize=9.5,
                               bbox={"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLORS[job],
                                     "linewidth": 2})
                 if at:
-                    _arrow(axis, (at - 0.62, HIGH * row), (at - 0.38, HIGH * row))
+                    _arrow(axis, (at - 0.62, row), (at - 0.38, row))
             times = "the whole prompt,\nonce" if row else "one token,\nagain and again"
-            axis.text(-1.55, HIGH * row, f"{job}\n{times}", color=COLORS[job], fontweight="bold", va="center")
+            axis.text(-1.55, row, f"{job}\n{times}", color=COLORS[job], fontweight="bold", va="center")
         _arrow(axis, (3.9, HIGH - 0.3), (0.1, 0.28), style="arc3,rad=-0.11")
         _arrow(axis, (3.9, -0.32), (0.1, -0.32), style="arc3,rad=-0.12")
         _arrow(axis, (2, HIGH - 0.26), (2, 0.27))  # what the layers computed for the prompt serves all later tokens
